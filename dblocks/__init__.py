@@ -1,0 +1,35 @@
+"""Locks for Django, kept in the database that a project already runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .api import distributed_lock
+from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
+from .locks import Lease, Lock, current_lease
+
+if TYPE_CHECKING:
+    from .fencing import FencedModel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FencedModel",
+    "InvalidKey",
+    "Lease",
+    "LeaseLost",
+    "Lock",
+    "LockError",
+    "LockTimeout",
+    "current_lease",
+    "distributed_lock",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FencedModel":
+        # A model can be imported only once the apps are being loaded.
+        from .fencing import FencedModel
+
+        return FencedModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

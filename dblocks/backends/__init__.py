@@ -1,0 +1,1 @@
+"""The engines that can keep locks."""

@@ -1,0 +1,247 @@
+"""Locks in a table of the database that the project already runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import (
+    DatabaseError,
+    NotSupportedError,
+    connections,
+    router,
+)
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
+
+from .. import transactions
+from ..exceptions import LeaseLost, LockError
+from .base import BaseBackend, Grant, Reading, Renewal, RenewalSession, Renewed, Request
+
+
+class DatabaseBackend(BaseBackend):
+    """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
+
+    Option ``using``: the database alias; by default the router's for writing.
+    """
+
+    has_guard = True
+    option_names = frozenset({"using"})
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        using = self.options.get("using")
+        if using is not None and using not in connections:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: there is no database {using!r} in DATABASES."
+            )
+
+    @property
+    def using(self) -> str:
+        """The alias of the database that the locks are in."""
+        from ..models import DistributedLock
+
+        alias: str = self.options.get("using") or router.db_for_write(DistributedLock)
+        return alias
+
+    def try_acquire(self, request: Request, patience: float) -> Grant | Reading:
+        from .. import models
+
+        if transactions.has_row_lock(self.using, request.key):
+            raise LockError(
+                f"The row of the lock {request.key!r} is locked by this thread's own "
+                f"transaction: a lease on it would wait for itself. Use one form, "
+                f"distributed_lock or transaction_lock, not both."
+            )
+
+        def take(connection: BaseDatabaseWrapper, doubtful: bool) -> Any:
+            _catch_up(connection)
+            return models.take(
+                connection,
+                key=request.key,
+                owner=request.owner,
+                lease=request.lease,
+                holder=request.holder,
+                note=request.note,
+                count=request.count,
+                max_hold=request.max_hold,
+            )
+
+        row = transactions.run(self.using, take, patience=patience)
+        if isinstance(row, Reading):
+            return row
+        return Grant(request.key, request.owner, models.version_of(row))
+
+    def read(self, key: str) -> Reading | None:
+        from .. import models
+
+        def read(connection: BaseDatabaseWrapper, doubtful: bool) -> Reading | None:
+            _catch_up(connection)
+            return models.read(connection, key)
+
+        return transactions.run(self.using, read, writes=False)
+
+    def renew(self, renewals: Sequence[Renewal], patience: float = 1.0) -> Renewed:
+        def renew(connection: BaseDatabaseWrapper, doubtful: bool) -> Renewed:
+            overdue = transactions.in_test_case(connection)
+            return _renew(connection, renewals, overdue=overdue)
+
+        return transactions.run(self.using, renew, patience=patience)
+
+    def release(
+        self,
+        grant: Grant,
+        *,
+        count: int | None,
+        hold_at_least: float,
+        patience: float,
+    ) -> bool:
+        from .. import models
+
+        def release(connection: BaseDatabaseWrapper, doubtful: bool) -> bool:
+            _catch_up(connection)
+            if doubtful and count is None:
+                # Counting down twice would free the lock under a co-owner.
+                raise DatabaseError(
+                    f"The answer to the release of {grant.key!r} was lost; whether "
+                    f"its holds were counted down is not known."
+                )
+            if models.release(
+                connection, grant, count=count, hold_at_least=hold_at_least
+            ):
+                return True
+            if not doubtful:
+                return False
+            # Freed, and not taken over since, is what our lost release leaves.
+            seen = models.read(connection, grant.key)
+            return seen is not None and (seen.owner, seen.version) == (
+                "",
+                grant.version,
+            )
+
+        return transactions.run(self.using, release, patience=patience)
+
+    def renewal_session(self) -> RenewalSession:
+        return _DatabaseRenewalSession(self)
+
+    def is_in_database(self, using: str) -> bool:
+        return using == self.using
+
+    def can_write(self) -> bool:
+        connection = connections[self.using]
+        return connection.vendor != "sqlite" or not (
+            connection.in_atomic_block and not transactions.in_test_case(connection)
+        )
+
+    def guard(self, grant: Grant, using: str | None) -> None:
+        if using is not None and using != self.using:
+            raise NotSupportedError(
+                f"The lock {grant.key!r} is in the database {self.using!r} and can't "
+                f"be guarded in a transaction on {using!r}. Use atomic=True, or a "
+                f"FencedModel."
+            )
+        connection = connections[self.using]
+        if not transactions.in_transaction(connection):
+            raise TransactionManagementError(
+                f"guard() needs an open transaction on the database {self.using!r}: "
+                f"call it inside transaction.atomic(), or use atomic=True."
+            )
+        self._verify(connection, grant)
+
+    def pin(self, grant: Grant, using: str, pins: ExitStack) -> None:
+        if using == self.using:
+            self._verify(connections[using], grant)
+            return
+        connection = transactions.separate_connection(self.using)
+        pins.callback(transactions.close, connection)
+        connection.ensure_connection()
+        connection.set_autocommit(
+            False, force_begin_transaction_with_broken_autocommit=True
+        )
+        pins.callback(connection.rollback)
+        self._verify(connection, grant)
+
+    def _verify(self, connection: BaseDatabaseWrapper, grant: Grant) -> None:
+        from .. import models
+
+        try:
+            current = models.pin(connection, grant)
+        except DatabaseError as error:
+            if not transactions.is_serialization_failure(connection, error):
+                raise
+            raise _lost(grant, "taken") from error
+        if not current:
+            raise _lost(grant, self.reason(grant))
+
+    def test_connection(self) -> object:
+        connection = connections[self.using]
+        return connection if transactions.in_test_case(connection) else None
+
+
+def _lost(grant: Grant, reason: str) -> LeaseLost:
+    return LeaseLost(grant.key, fencing_token=grant.version, reason=reason)
+
+
+class _DatabaseRenewalSession(RenewalSession):
+    """Renews on a connection of its own, whose waits are short."""
+
+    def __init__(self, backend: DatabaseBackend) -> None:
+        super().__init__(backend)
+        self._using = backend.using
+        self._connection: BaseDatabaseWrapper | None = None
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        if self._connection is None:
+            options = _SHORT_WAITS.get(connections[self._using].vendor, {})
+            self._connection = transactions.separate_connection(self._using, **options)
+        try:
+            return _renew(self._connection, renewals)
+        except Exception as error:
+            if not transactions.is_transient(self._connection, error):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        if self._connection is not None:
+            transactions.close(self._connection)
+            self._connection = None
+        connections.close_all()
+
+
+# Seconds after which a renewal thread gives a silent server up and connects anew.
+_SHORT_WAITS: dict[str, dict[str, object]] = {
+    "mysql": {"connect_timeout": 5, "read_timeout": 5, "write_timeout": 5},
+    "postgresql": {"connect_timeout": 5, "tcp_user_timeout": 5000},
+}
+
+
+def _renew(
+    connection: BaseDatabaseWrapper,
+    renewals: Sequence[Renewal],
+    *,
+    overdue: bool = False,
+) -> Renewed:
+    from .. import models
+
+    outcome = Renewed(models.renew(connection, renewals, overdue=overdue))
+    rest = [r.grant for r in renewals if r.grant not in outcome.extended]
+    if rest:
+        seen = models.read_all(connection, [grant.key for grant in rest])
+        for grant in rest:
+            reading = seen.get(grant.key)
+            reason = reading.reason_for(grant) if reading else "expired"
+            if reason is not None:
+                outcome.lost[grant] = reason
+    return outcome
+
+
+def _catch_up(connection: BaseDatabaseWrapper) -> None:
+    """Renew what this ``TestCase`` holds: no other thread can see its rows."""
+    if transactions.in_test_case(connection):
+        from ..renewal import timekeeper
+
+        renewals = timekeeper.owed(connection)
+        if renewals:
+            _renew(connection, renewals, overdue=True)

@@ -1,0 +1,90 @@
+"""The setting ``DBLOCKS``: backends by alias, in the manner of ``CACHES``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+if TYPE_CHECKING:
+    from .backends.base import BaseBackend
+
+DEFAULT_ALIAS = "default"
+DEFAULT_BACKEND = "dblocks.backends.database.DatabaseBackend"
+DEFAULTS: dict[str, Any] = {
+    "BACKEND": DEFAULT_BACKEND,
+    "LEASE": 30,
+    "TIMEOUT": 3,
+    "OPTIONS": {},
+}
+
+
+class Backends:
+    """The backends of the process, one object an alias, made when first used."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Make all backends anew at their next use."""
+        self._lock = threading.Lock()
+        self._made: dict[str, BaseBackend] = {}
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The setting, with the defaults filled in."""
+        given = getattr(settings, "DBLOCKS", None) or {}
+        if not isinstance(given, Mapping):
+            raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
+        return {
+            alias: {**DEFAULTS, **config}
+            for alias, config in {DEFAULT_ALIAS: {}, **given}.items()
+        }
+
+    def __getitem__(self, alias: str) -> BaseBackend:
+        try:
+            return self._made[alias]
+        except KeyError:
+            pass
+        with self._lock:
+            if alias not in self._made:
+                self._made[alias] = self._make(alias)
+            return self._made[alias]
+
+    def _make(self, alias: str) -> BaseBackend:
+        configured = self.settings
+        try:
+            config = configured[alias]
+        except KeyError:
+            raise ImproperlyConfigured(
+                f"The setting DBLOCKS has no backend {alias!r}; it has: "
+                f"{', '.join(sorted(configured))}."
+            ) from None
+        try:
+            kind = import_string(config["BACKEND"])
+        except ImportError as error:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: could not import the backend "
+                f"{config['BACKEND']!r}: {error}"
+            ) from error
+        backend: BaseBackend = kind(alias, config)
+        return backend
+
+
+backends = Backends()
+
+
+def _setting_changed(*, setting: str, **kwargs: object) -> None:
+    if setting in {"DBLOCKS", "DATABASES", "DATABASE_ROUTERS"}:
+        backends.forget()
+
+
+setting_changed.connect(_setting_changed)
+# The lock of another thread may be held at the moment of the fork.
+os.register_at_fork(after_in_child=backends.forget)

@@ -1,0 +1,112 @@
+"""What can go wrong with a lock."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+
+class LockError(Exception):
+    """The base of what dblocks raises about locks.
+
+    Raised itself where both forms of a lock are nested by one owner on one key.
+    """
+
+
+class InvalidKey(LockError, ValueError):
+    """A key that can't name a lock: empty, too long, or of forbidden characters."""
+
+
+class LockTimeout(LockError):
+    """The wait ran out while somebody else had the key.
+
+    It never stands for a fault of the database: those stay Django's own.
+
+    Attributes:
+        key: The key that was asked for.
+        timeout: How long the caller was ready to wait, in seconds.
+        holder: Who has it, for people (host, process, thread), or ``""``.
+        note: The holder's note, or ``""``.
+        acquired_at: Since when, an aware UTC ``datetime``, or ``None``.
+        retry_after: Seconds until the holder's lease can end, at least 0.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        timeout: float | None,
+        holder: str = "",
+        note: str = "",
+        acquired_at: datetime | None = None,
+        retry_after: float = 0.0,
+    ) -> None:
+        self.key = key
+        self.timeout = timeout
+        self.holder = holder
+        self.note = note
+        self.acquired_at = acquired_at
+        self.retry_after = max(0.0, retry_after)
+        super().__init__(key)
+
+    def __str__(self) -> str:
+        by = f" by {self.holder}" if self.holder else ""
+        since = ""
+        if self.acquired_at is not None:
+            since = f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
+        note = f" ({self.note})" if self.note else ""
+        within = "" if self.timeout is None else f" within {self.timeout:g} s"
+        return (
+            f"The lock {self.key!r} was not free{within}: it is held{by}{since}"
+            f"{note}. Its lease can end in {self.retry_after:.1f} s; try again later, "
+            f"or wait longer with timeout=."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class LeaseLost(LockError):
+    """The lease is over although nobody released it: stop, somebody may follow.
+
+    Attributes:
+        key: The key of the lost lease.
+        fencing_token: Its token, or ``None`` on an engine without tokens.
+        reason: ``"expired"``, ``"taken"``, ``"forced"``, ``"backend"`` or
+            ``"forked"``.
+    """
+
+    _MEANINGS = {
+        "expired": "its time ran out",
+        "taken": "somebody else holds the lock now",
+        "forced": "the lock was force-released",
+        "backend": "the database could not be reached in time to renew it",
+        "forked": "it belongs to the parent process",
+    }
+
+    def __init__(
+        self, key: str, *, fencing_token: int | None = None, reason: str
+    ) -> None:
+        self.key = key
+        self.fencing_token = fencing_token
+        self.reason = reason
+        super().__init__(key)
+
+    def __str__(self) -> str:
+        meaning = self._MEANINGS.get(self.reason, self.reason)
+        return (
+            f"The lease on {self.key!r} (fencing token {self.fencing_token}) is "
+            f"lost: {meaning}. Stop the work that it protected; what was not "
+            f"guarded may have been done twice."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(
+    kind: type[LockError], args: tuple[object, ...], state: dict[str, object]
+) -> LockError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

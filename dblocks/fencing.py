@@ -1,0 +1,140 @@
+"""Data that refuses whoever comes with an outdated fencing token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.db import models, router, transaction
+from django.db.models import F
+
+from .exceptions import LeaseLost
+
+if TYPE_CHECKING:
+    pass
+
+Fence = Any
+"""A :class:`~dblocks.Lease`, or its token as an ``int`` or as digits in a ``str``."""
+
+
+def token_of(fence: Fence) -> int:
+    """Return the fencing token of a lease, or a bare one."""
+    token = getattr(fence, "fencing_token", fence)
+    if isinstance(token, str) and token.isascii() and token.isdigit():
+        token = int(token)
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise TypeError(
+            f"fence must be a lease with a fencing token, or a token, not {fence!r}"
+        )
+    if token < 0:
+        raise ValueError(f"fence must not be negative: {fence!r}")
+    return token
+
+
+class FencingTokenField(models.BigIntegerField):  # type: ignore[type-arg]
+    """The greatest token that a row has seen; a plain ``save()`` never writes it."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        if add or model_instance.__dict__.get("_fenced"):
+            return super().pre_save(model_instance, add)
+        return F(self.attname)
+
+
+class FencedQuerySet(models.QuerySet[Any]):
+    """Adds updates that an outdated holder can't make."""
+
+    def fenced_update(self, fence: Fence, **values: Any) -> int:
+        """Update all rows of a filtered queryset, or none.
+
+        Args:
+            fence: The lease under which this is done, or its bare token.
+            values: As for ``update()``.
+
+        Returns:
+            The number of rows updated.
+
+        Raises:
+            LeaseLost: One of the rows has seen a higher token.
+            TypeError: The queryset has no filter.
+        """
+        token = token_of(fence)
+        if not self.query.where:
+            raise TypeError(
+                "fenced_update() needs a filter: fencing every row of a table by one "
+                "lock's token is hardly meant. Use .filter(…).fenced_update(…)."
+            )
+        self._for_write = True
+        values[FencedModel.FIELD] = token
+        with transaction.atomic(using=self.db):
+            # First all rows that are there, so that a change of what the filter asks
+            # for doesn't hide the ones that refuse.
+            rows = self.order_by("pk").select_for_update()
+            seen = dict(rows.values_list("pk", FencedModel.FIELD))
+            if any(known > token for known in seen.values()):
+                raise _refused(self.model, fence, token)
+            mine = self.model._base_manager.using(self.db).filter(
+                pk__in=seen, **{f"{FencedModel.FIELD}__lte": token}
+            )
+            if mine.update(**values) != len(seen):
+                raise _refused(self.model, fence, token)
+        return len(seen)
+
+
+class FencedModel(models.Model):
+    """An abstract model whose rows remember the greatest fencing token they saw.
+
+    The resource's side of a fencing token (Kleppmann 2016): a holder that lost its
+    lock and doesn't know it comes with a smaller token than its successor and is
+    refused. Works wherever the data live, also in another database than the locks.
+    ``update()``, ``bulk_update()`` and ``delete()`` pass it by::
+
+        class Report(FencedModel):
+            body = models.TextField()
+
+        with distributed_lock("report") as lease:
+            Report.objects.filter(pk=1).fenced_update(lease, body="…")
+            report.save(fence=lease)
+    """
+
+    FIELD = "fencing_token"
+
+    fencing_token = FencingTokenField(default=0, editable=False)
+
+    objects = FencedQuerySet.as_manager()
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, fence: Fence = None, **kwargs: Any) -> None:
+        """Save; with ``fence``, only if the row has seen no higher token.
+
+        Raises:
+            LeaseLost: It has.
+        """
+        if fence is None:
+            super().save(*args, **kwargs)
+            return
+        token = token_of(fence)
+        using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
+        rows = type(self)._base_manager.using(using).filter(pk=self.pk)
+        fields = kwargs.get("update_fields")
+        if fields is not None:
+            kwargs["update_fields"] = {*fields, self.FIELD}
+        before = self.fencing_token
+        with transaction.atomic(using=using):
+            updated = rows.filter(fencing_token__lte=token).update(fencing_token=token)
+            if not updated and rows.exists():
+                raise _refused(type(self), fence, token)
+            self.fencing_token = token
+            self.__dict__["_fenced"] = True
+            try:
+                super().save(*args, **kwargs)
+            except BaseException:
+                self.fencing_token = before
+                raise
+            finally:
+                del self.__dict__["_fenced"]
+
+
+def _refused(model: type[models.Model], fence: Fence, token: int) -> LeaseLost:
+    key = getattr(fence, "key", model._meta.label)
+    return LeaseLost(key, fencing_token=token, reason="taken")

@@ -1,0 +1,820 @@
+"""The lock table, and the only code that writes it.
+
+The row is the truth: a key is free when ``expires_at`` is in the database's past. A
+grant raises ``version``, the fencing token, and nothing lowers it. Every write is one
+conditional ``UPDATE``; the conditions stand in this module alone, so that the
+argument for their correctness can be read in one place.
+
+Three rules make them hold on every database:
+
+* All times are the database's clock, read when the statement begins. A statement
+  that waits for the row keeps its earlier reading, which only ever refuses more.
+* MySQL and MariaDB evaluate ``SET`` from left to right with the new values, so
+  ``expires_at``, ``owner`` and ``hold_count``, which other columns ask for, come
+  after those that ask.
+* Rows stay until they are pruned, and pruning raises a floor below which no token
+  of a new row can start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import IntegrityError, connections, models, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Case, F, Q, Value, When, sql
+from django.db.models.constants import OnConflict
+from django.db.models.functions import Coalesce, Greatest, Least
+from django.db.models.lookups import LessThanOrEqual
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
+
+from . import arguments
+from .backends.base import FOREVER, Grant, Reading, Renewal
+from .fields import ExactCharField, GuardConstraint, UTCDateTimeField, as_utc
+from .functions import After, Announced, Locking, RowIn, SecondsUntil, UtcNow
+from .signals import lock_force_released
+from .statements import Slot, Statement, kept
+
+PINNED_GRACE = 0.25
+"""Seconds for which a row that is free but locked by a transaction is tried again."""
+
+RENEWALS_PER_STATEMENT = 250
+
+
+class State(models.TextChoices):
+    """What a row means at this moment, by the database's clock."""
+
+    HELD = "held", pgettext_lazy("state of a lock", "held")
+    EXPIRED = "expired", pgettext_lazy("state of a lock", "expired")
+    COOLING = "cooling", pgettext_lazy("state of a lock", "cooling")
+    FREE = "free", pgettext_lazy("state of a lock", "free")
+
+
+_OVER = Q(expires_at__lte=UtcNow())
+_FREE_OWNER = Q(owner="")
+_STATES = {
+    State.HELD: ~_FREE_OWNER & ~_OVER,
+    State.EXPIRED: ~_FREE_OWNER & _OVER,
+    State.COOLING: _FREE_OWNER & ~_OVER,
+    State.FREE: _FREE_OWNER & _OVER,
+}
+
+
+class LockQuerySet(models.QuerySet["DistributedLock"]):
+    """The verbs of the lock table. Durations are seconds or ``timedelta``.
+
+    Each runs as one statement where it can, on the connection of the queryset's
+    database as it stands: inside ``atomic()`` in that transaction. To lock from
+    application code use :func:`dblocks.distributed_lock`, which keeps out of the
+    caller's transactions.
+    """
+
+    def held(self) -> LockQuerySet:
+        """Return the locks that somebody holds, their time not over."""
+        return self._in(State.HELD)
+
+    def expired(self) -> LockQuerySet:
+        """Return the locks that were not released and are overdue."""
+        return self._in(State.EXPIRED)
+
+    def cooling(self) -> LockQuerySet:
+        """Return the locks released early and kept by ``hold_at_least``."""
+        return self._in(State.COOLING)
+
+    def free(self) -> LockQuerySet:
+        """Return the locks that nobody holds."""
+        return self._in(State.FREE)
+
+    def _in(self, state: Any) -> LockQuerySet:
+        rows: LockQuerySet = self.filter(_STATES[state])
+        return rows
+
+    def with_state(self) -> LockQuerySet:
+        """Annotate ``state`` (see :class:`State`) and ``remaining``, in seconds."""
+        states = [
+            When(condition, then=Value(str(state)))
+            for state, condition in _STATES.items()
+        ]
+        rows: LockQuerySet = self.annotate(
+            state=Case(*states, output_field=models.CharField()),
+            remaining=SecondsUntil(F("expires_at")),
+        )
+        return rows
+
+    def acquire(
+        self,
+        key: str,
+        *,
+        owner: str,
+        lease: float | timedelta,
+        holder: str = "",
+        note: str = "",
+    ) -> DistributedLock | None:
+        """Take a key for an owner without waiting.
+
+        Args:
+            key: What is locked.
+            owner: Who takes it. The owner that holds it gets one more hold of the
+                same version.
+            lease: How long it is held unless renewed.
+            holder: Who that is, for people.
+            note: Free text for people.
+
+        Returns:
+            The row, or ``None`` when somebody else has the key. On MySQL and MariaDB
+            only ``key``, ``owner`` and ``version`` come with it; the other fields
+            are read when they are asked for.
+
+        Raises:
+            InvalidKey: The key can't name a lock.
+            TypeError, ValueError: Another argument is unfit.
+            DatabaseError: Whatever the database says; it never means "taken".
+        """
+        self._for_write = True
+        connection = connections[self.db]
+        patience = time.monotonic() + PINNED_GRACE
+        while True:
+            row = take(
+                connection,
+                key=arguments.key(key),
+                owner=arguments.owner(owner),
+                lease=arguments.lease(lease),
+                holder=arguments.text("holder", holder),
+                note=arguments.text("note", note),
+            )
+            if isinstance(row, Reading):
+                if row.remaining > 0 or time.monotonic() >= patience:
+                    return None
+                time.sleep(0.005)
+                continue
+            if len(row) == len(_COLUMNS):
+                values = [
+                    as_utc(value) if name in _MOMENTS else value
+                    for name, value in zip(_COLUMNS, row, strict=True)
+                ]
+                names = _COLUMNS
+            else:
+                names, values = ["key", "owner", "version"], [key, owner, row[0]]
+            granted: DistributedLock = self.model.from_db(self.db, names, values)
+            return granted
+
+    def renew(
+        self, key: str, *, owner: str, version: int, lease: float | timedelta
+    ) -> bool:
+        """Extend a grant to ``lease`` from now; an overdue one stays overdue.
+
+        Returns:
+            Whether the grant was current and is extended.
+        """
+        self._for_write = True
+        grant = Grant(arguments.key(key), arguments.owner(owner), version)
+        renewal = Renewal(grant, arguments.lease(lease), FOREVER)
+        return grant in renew(connections[self.db], [renewal], wait=True)
+
+    def release(
+        self,
+        key: str,
+        *,
+        owner: str,
+        version: int,
+        hold_at_least: float | timedelta = 0,
+    ) -> bool:
+        """Give back one hold of a grant; the last one frees the key.
+
+        Args:
+            hold_at_least: How long after the acquisition the key stays taken,
+                *cooling*, all the same.
+
+        Returns:
+            Whether the grant was current.
+        """
+        self._for_write = True
+        return release(
+            connections[self.db],
+            Grant(arguments.key(key), arguments.owner(owner), version),
+            hold_at_least=arguments.duration("hold_at_least", hold_at_least),
+        )
+
+    def force_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        older_than: float | timedelta | None = None,
+        by: object = None,
+        reason: str = "",
+    ) -> bool:
+        """Free a key over its holder's head, and fence the holder off.
+
+        The holder isn't stopped: it finds out at its next renewal or at its guard.
+
+        Args:
+            version: Only this grant; a lock that changed hands is left alone.
+            older_than: Only if it has been held longer than this.
+            by: Who does it, for the signal: a user, a name.
+            reason: Why, for the signal.
+
+        Returns:
+            Whether there was something to release and it was released.
+        """
+        key = arguments.key(key)
+        self._for_write = True
+        rows = self.filter(key=key).exclude(_STATES[State.FREE])
+        if version is not None:
+            rows = rows.filter(version=version)
+        if older_than is not None:
+            age = arguments.duration("older_than", older_than)
+            rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
+        while True:
+            row = rows.first()
+            if row is None:
+                return False
+            if rows.filter(version=row.version).update(
+                version=F("version") + 1,
+                hold_count=0,
+                acquired_at=None,
+                owner="",
+                expires_at=UtcNow(),
+            ):
+                break
+        lock_force_released.send_robust(
+            sender=DistributedLock,
+            key=key,
+            backend=None,
+            using=self.db,
+            owner=row.owner,
+            holder=row.holder,
+            fencing_token=row.version,
+            by=by,
+            reason=reason,
+        )
+        return True
+
+    def prune(
+        self,
+        older_than: float | timedelta,
+        *,
+        batch_size: int = 500,
+    ) -> int:
+        """Delete rows whose key has been free, or overdue, for ``older_than``.
+
+        Works in batches of ``batch_size`` rows, each in a transaction of its own that
+        locks only what it deletes and passes over rows that are at work.
+
+        Returns:
+            How many rows were deleted.
+        """
+        age = arguments.duration("older_than", older_than)
+        self._for_write = True
+        stale = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
+        connection = connections[self.db]
+        deleted, after = 0, ""
+        while True:
+            keys = list(
+                stale.filter(key__gt=after)
+                .order_by("key")
+                .values_list("key", flat=True)[:batch_size]
+            )
+            if not keys:
+                return deleted
+            after = keys[-1]
+            ensure_floor(connection)
+            with transaction.atomic(using=self.db):
+                # The floor first: an insert that waits for it reads the raised one.
+                TokenFloor.objects.using(self.db).select_for_update().get(pk=1)
+                skip = connection.features.has_select_for_update_skip_locked
+                rows = stale.filter(key__in=keys).select_for_update(skip_locked=skip)
+                doomed = dict(rows.values_list("key", "version"))
+                if doomed:
+                    TokenFloor.objects.using(self.db).filter(pk=1).update(
+                        value=Greatest(F("value"), Value(max(doomed.values())))
+                    )
+                    deleted += (
+                        self.model._base_manager.using(self.db)
+                        .filter(key__in=doomed)
+                        ._raw_delete(self.db)
+                    )
+
+    def for_update(
+        self,
+        key: str,
+        *,
+        nowait: bool = False,
+        skip_locked: bool = False,
+        timeout: float | timedelta | None = None,
+    ) -> DistributedLock | None:
+        """Lock a key's row in the current transaction, until that ends.
+
+        The database holds it; there is no lease. Excludes leases on the same key and
+        is excluded by them.
+
+        Args:
+            nowait: Raise at once when the key is taken.
+            skip_locked: Return ``None`` when the key is taken.
+            timeout: How long to wait, seconds or ``timedelta``; ``None`` waits for
+                ever. Not together with the other two.
+
+        Raises:
+            LockTimeout: The key was taken until the wait ran out. The transaction
+                stays usable.
+            TransactionManagementError: There is no transaction.
+        """
+        from . import pessimistic
+
+        self._for_write = True
+        return pessimistic.lock_row(
+            self.db,
+            arguments.key(key),
+            arguments.pessimistic_wait(nowait, skip_locked, timeout),
+        )
+
+
+class DistributedLock(models.Model):
+    """A named lock: who has it, until when, under which version."""
+
+    key = ExactCharField(_("key"), max_length=255, primary_key=True)
+    owner = ExactCharField(_("owner"), max_length=64, blank=True, default="")
+    holder = models.CharField(_("holder"), max_length=255, blank=True, default="")
+    note = models.CharField(_("note"), max_length=255, blank=True, default="")
+    hold_count = models.IntegerField(_("hold count"), default=0)
+    version = models.BigIntegerField(_("version"), default=0)
+    acquired_at = UTCDateTimeField(_("held since"), null=True, blank=True)
+    expires_at = UTCDateTimeField(_("expires at"))
+
+    objects = LockQuerySet.as_manager()
+
+    if TYPE_CHECKING:
+        state: str
+        remaining: float
+
+    class Meta:
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
+        default_permissions = ("view",)
+        permissions = [("force_release_distributedlock", _("Can force release lock"))]
+        constraints = [
+            GuardConstraint(fields=["key", "version"], name="dblocks_key_version"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+
+class TokenFloor(models.Model):
+    """One row: no new lock's token starts at or below ``value``.
+
+    A counter in a row starts again when the row is deleted and made anew. Pruning
+    raises this floor first, and the insert of a new lock reads it under a lock.
+    """
+
+    value = models.BigIntegerField(default=0)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+# Statements. All values are slots; durations are seconds.
+
+_COLUMNS = [field.attname for field in DistributedLock._meta.concrete_fields]
+_MOMENTS = {"acquired_at", "expires_at"}
+_READING = ["owner", "holder", "note", "version", "acquired_at"]
+_TEXT = ExactCharField()
+_INTEGER = models.BigIntegerField()
+_MOMENT = UTCDateTimeField()
+
+_KEY, _OWNER, _VERSION = (
+    Slot("key", _TEXT),
+    Slot("owner", _TEXT),
+    Slot("version", _INTEGER),
+)
+_HOLDER, _NOTE = Slot("holder", _TEXT), Slot("note", _TEXT)
+_COUNT = Slot("count", _INTEGER)
+_LEASE, _MAX_HOLD = Slot("lease"), Slot("max_hold")
+_COOLED = After(F("acquired_at"), Slot("hold_at_least"))
+
+_CURRENT = Q(key=_KEY, owner=_OWNER, version=_VERSION)
+
+
+def _extended(lease: Any, max_hold: Any) -> Greatest:
+    """The later expiry of a held row: never earlier, never past the limit."""
+    return Greatest(
+        F("expires_at"),
+        Least(After(UtcNow(), lease), After(F("acquired_at"), max_hold)),
+    )
+
+
+def _field(name: str) -> models.Field[Any, Any]:
+    [field] = [f for f in DistributedLock._meta.concrete_fields if f.attname == name]
+    copy: models.Field[Any, Any] = field.clone()
+    return copy
+
+
+def _update(
+    connection: BaseDatabaseWrapper, condition: Q, values: dict[str, Any]
+) -> tuple[str, Sequence[Any]]:
+    query = DistributedLock._base_manager.filter(condition).query.chain(sql.UpdateQuery)
+    query.add_update_values(values)
+    text, params = query.get_compiler(connection=connection).as_sql()
+    return text, params
+
+
+def _returning(connection: BaseDatabaseWrapper) -> str:
+    """The clause that returns the row, for the databases that have one."""
+    if connection.vendor == "mysql":
+        return ""
+    columns = []
+    for field in DistributedLock._meta.concrete_fields:
+        column = connection.ops.quote_name(str(field.column))
+        if isinstance(field, UTCDateTimeField) and connection.vendor == "postgresql":
+            column = f"({column} AT TIME ZONE 'UTC')"
+        columns.append(column)
+    return " RETURNING " + ", ".join(columns)
+
+
+@kept
+def _acquire(connection: BaseDatabaseWrapper) -> Statement:
+    over = _OVER
+    condition = Q(key=_KEY) & (over | Q(owner=_OWNER))
+    if connection.vendor != "sqlite":
+        # Another transaction's row lock answers at once instead of making us wait.
+        rows = DistributedLock._base_manager.filter(condition).values("key")
+        condition = Q(key=Locking(rows, skip_locked=True, materialize=True))
+
+    def renewed_or(field: str, first: Any, again: Any = None) -> Case:
+        return Case(
+            When(over, then=first),
+            default=F(field) if again is None else again,
+            output_field=_field(field),
+        )
+
+    text, params = _update(
+        connection,
+        condition,
+        {
+            "version": Announced(renewed_or("version", F("version") + 1)),
+            "hold_count": renewed_or(
+                "hold_count", Value(1), Coalesce(_COUNT, F("hold_count") + 1)
+            ),
+            "holder": renewed_or("holder", _HOLDER),
+            "note": renewed_or("note", _NOTE),
+            "acquired_at": renewed_or("acquired_at", UtcNow()),
+            "expires_at": renewed_or(
+                "expires_at", After(UtcNow(), _LEASE), _extended(_LEASE, _MAX_HOLD)
+            ),
+            "owner": _OWNER,
+        },
+    )
+    return Statement(text + _returning(connection), params)
+
+
+@kept
+def _create(connection: BaseDatabaseWrapper) -> Statement:
+    floor = Locking(TokenFloor.objects.filter(pk=1).values("value"), strength="SHARE")
+    return _insert(
+        connection,
+        DistributedLock(
+            key=_KEY,
+            owner=_OWNER,
+            holder=_HOLDER,
+            note=_NOTE,
+            hold_count=1,
+            version=Announced(floor + 1, output_field=_INTEGER),
+            acquired_at=UtcNow(),
+            expires_at=After(UtcNow(), _LEASE),
+        ),
+        _returning(connection),
+    )
+
+
+@kept
+def _create_floor(connection: BaseDatabaseWrapper) -> Statement:
+    return _insert(connection, TokenFloor(pk=1, value=0))
+
+
+@kept
+def _create_free(connection: BaseDatabaseWrapper) -> Statement:
+    floor = Locking(TokenFloor.objects.filter(pk=1).values("value"), strength="SHARE")
+    return _insert(
+        connection,
+        DistributedLock(key=_KEY, version=floor, expires_at=UtcNow()),
+    )
+
+
+def _insert(
+    connection: BaseDatabaseWrapper, row: models.Model, returning: str = ""
+) -> Statement:
+    # MySQL's INSERT IGNORE would hide every other error as well.
+    ignore = None if connection.vendor == "mysql" else OnConflict.IGNORE
+    query = sql.InsertQuery(type(row), on_conflict=ignore)
+    query.insert_values(row._meta.concrete_fields, [row])
+    [(text, params)] = query.get_compiler(connection=connection).as_sql()
+    return Statement(text + returning, params)
+
+
+@kept
+def _read(connection: BaseDatabaseWrapper) -> Statement:
+    rows = DistributedLock._base_manager.filter(key=_KEY).values_list(
+        *_READING, SecondsUntil("expires_at")
+    )
+    return Statement(*rows.query.get_compiler(connection=connection).as_sql())
+
+
+@kept
+def _release(connection: BaseDatabaseWrapper) -> Statement:
+    left = Coalesce(_COUNT, F("hold_count") - 1, output_field=_INTEGER)
+    over = When(LessThanOrEqual(left, 0), then=Greatest(UtcNow(), _COOLED))
+    return Statement(
+        *_update(
+            connection,
+            _CURRENT,
+            {
+                "expires_at": Case(over, default=F("expires_at"), output_field=_MOMENT),
+                "owner": Case(
+                    When(LessThanOrEqual(left, 0), then=Value("")),
+                    default=F("owner"),
+                    output_field=_TEXT,
+                ),
+                "hold_count": left,
+            },
+        )
+    )
+
+
+@kept
+def _pin(connection: BaseDatabaseWrapper) -> Statement:
+    if connection.vendor == "sqlite":
+        # There is no row lock; the database's only write lock does as well.
+        return Statement(*_update(connection, _CURRENT, {"version": F("version")}))
+    rows = DistributedLock._base_manager.filter(_CURRENT).values("version")
+    text, params = rows.query.get_compiler(connection=connection).as_sql()
+    strength = "KEY SHARE" if connection.vendor == "postgresql" else "UPDATE"
+    return Statement(f"{text} FOR {strength}", params)
+
+
+def _affected(
+    connection: BaseDatabaseWrapper, statement: Statement, values: dict[str, object]
+) -> int:
+    with statement.execute(connection, values) as cursor:
+        affected: int = cursor.rowcount
+        return affected
+
+
+def _returned(
+    connection: BaseDatabaseWrapper, statement: Statement, values: dict[str, object]
+) -> tuple[Any, ...] | None:
+    """Run what grants: the row, on MySQL and MariaDB ``(version,)``, or ``None``."""
+    with statement.execute(connection, values) as cursor:
+        if cursor.description is None:
+            return (getattr(cursor, "lastrowid", 0),) if cursor.rowcount else None
+        rows = cursor.fetchall()
+    return rows[0] if rows else None
+
+
+def _inserted(
+    connection: BaseDatabaseWrapper, statement: Statement, values: dict[str, object]
+) -> tuple[Any, ...] | None:
+    """Run an insert; ``None`` when the row is there already."""
+    savepoint = connection.savepoint() if connection.in_atomic_block else None
+    try:
+        row = _returned(connection, statement, values)
+    except IntegrityError:
+        if savepoint:
+            connection.savepoint_rollback(savepoint)
+        return None
+    if savepoint:
+        connection.savepoint_commit(savepoint)
+    return row
+
+
+def take(
+    connection: BaseDatabaseWrapper,
+    *,
+    key: str,
+    owner: str,
+    lease: float,
+    holder: str = "",
+    note: str = "",
+    count: int | None = None,
+    max_hold: float = FOREVER,
+) -> tuple[Any, ...] | Reading:
+    """Grant a key to an owner, or read who has it.
+
+    Args:
+        count: The number of holds that the owner has with this one; ``None`` counts
+            up. Who knows it can ask again after a lost reply and have one hold.
+        max_hold: No re-entry moves the expiry beyond this long after acquisition.
+
+    Returns:
+        The granted row, on MySQL and MariaDB ``(version,)``; or the reading of the
+        row that somebody else has. A reading that is overdue means that a
+        transaction has the row locked.
+    """
+    values: dict[str, object] = {
+        "key": key,
+        "owner": owner,
+        "lease": min(lease, max_hold),
+        "holder": holder,
+        "note": note,
+        "count": count,
+        "max_hold": max_hold,
+    }
+    for _attempt in range(3):
+        row = _returned(connection, _acquire(connection), values)
+        if row is not None:
+            return row
+        seen = read(connection, key)
+        if seen is not None:
+            return seen
+        row = _inserted(connection, _create(connection), values)
+        if row is not None:
+            return row
+        ensure_floor(connection)
+    # The row is there and the snapshot of the caller's transaction can't see it.
+    return Reading("", "", "", 0, None, remaining=1.0)
+
+
+def ensure_floor(connection: BaseDatabaseWrapper) -> None:
+    """Make the floor's row if a flush of the database removed it."""
+    if not TokenFloor.objects.using(connection.alias).exists():
+        _inserted(connection, _create_floor(connection), {})
+
+
+def ensure_row(connection: BaseDatabaseWrapper, key: str) -> None:
+    """Make a free row for a key that has none."""
+    while read(connection, key) is None:
+        ensure_floor(connection)
+        _inserted(connection, _create_free(connection), {"key": key})
+
+
+def read(connection: BaseDatabaseWrapper, key: str) -> Reading | None:
+    """Read a row without locking it; ``None`` when the key has none."""
+    with _read(connection).execute(connection, {"key": key}) as cursor:
+        rows = cursor.fetchall()
+    return _reading(rows[0]) if rows else None
+
+
+def read_all(
+    connection: BaseDatabaseWrapper, keys: Sequence[str]
+) -> dict[str, Reading]:
+    """Read rows without locking them, by key; keys without a row are left out."""
+    rows = DistributedLock._base_manager.filter(key__in=keys).values_list(
+        "key", *_READING, SecondsUntil("expires_at")
+    )
+    query = rows.query.get_compiler(connection=connection).as_sql()
+    with Statement(*query).execute(connection, {}) as cursor:
+        return {key: _reading(row) for key, *row in cursor.fetchall()}
+
+
+def _reading(row: Sequence[Any]) -> Reading:
+    owner, holder, note, version, acquired_at, remaining = row
+    return Reading(owner, holder, note, version, as_utc(acquired_at), float(remaining))
+
+
+def version_of(row: tuple[Any, ...]) -> int:
+    """Return the token in what :func:`take` granted."""
+    version: int = row[0] if len(row) == 1 else row[_COLUMNS.index("version")]
+    return version
+
+
+def release(
+    connection: BaseDatabaseWrapper,
+    grant: Grant,
+    *,
+    count: int | None = None,
+    hold_at_least: float = 0.0,
+) -> bool:
+    """Give back one hold, or all but ``count``; return whether it was current."""
+    values: dict[str, object] = {
+        **grant._asdict(),
+        "count": count,
+        "hold_at_least": hold_at_least,
+    }
+    return bool(_affected(connection, _release(connection), values))
+
+
+def pin(connection: BaseDatabaseWrapper, grant: Grant) -> bool:
+    """Verify a grant in the current transaction and keep others off until its end."""
+    with _pin(connection).execute(connection, grant._asdict()) as cursor:
+        if connection.vendor == "sqlite":
+            return bool(cursor.rowcount)
+        return bool(cursor.fetchall())
+
+
+def renew(
+    connection: BaseDatabaseWrapper,
+    renewals: Sequence[Renewal],
+    *,
+    wait: bool = False,
+    overdue: bool = False,
+) -> set[Grant]:
+    """Extend grants, a few hundred in one statement; return those that were.
+
+    Rows that a transaction has locked are passed over, unless told to ``wait``: one
+    pinned row must not make all leases of a process lapse. Overdue ones are only
+    extended if told so, by who knows that nobody else can see the row.
+    """
+    renewed: set[Grant] = set()
+    for start in range(0, len(renewals), RENEWALS_PER_STATEMENT):
+        batch = renewals[start : start + RENEWALS_PER_STATEMENT]
+        renewed |= _renew_batch(connection, batch, wait=wait, overdue=overdue)
+    return renewed
+
+
+def _renew_batch(
+    connection: BaseDatabaseWrapper,
+    batch: Sequence[Renewal],
+    *,
+    wait: bool,
+    overdue: bool,
+) -> set[Grant]:
+    grants = [renewal.grant for renewal in batch]
+    current = Q(
+        RowIn(["key", "owner", "version"], grants),
+        key__in=[grant.key for grant in grants],
+    )
+    if not overdue:
+        current &= ~_OVER
+    extended = {
+        "expires_at": _extended(
+            _by_key({renewal.grant.key: renewal.lease for renewal in batch}),
+            _by_key({renewal.grant.key: renewal.max_hold for renewal in batch}),
+        )
+    }
+    rows = DistributedLock._base_manager.filter(current).values("key")
+    if connection.vendor == "mysql" and not wait:
+        return _renew_batch_joined(connection, batch, rows, extended, overdue)
+    if connection.vendor == "postgresql" and not wait:
+        locking = Locking(rows, strength="NO KEY UPDATE", skip_locked=True)
+        current = Q(key__in=locking)
+    text, params = _update(connection, current, extended)
+    if connection.vendor == "mysql":
+        statement = Statement(text, params)
+        return set(grants) if _affected(connection, statement, {}) else set()
+    key = connection.ops.quote_name("key")
+    with Statement(f"{text} RETURNING {key}", params).execute(connection, {}) as cursor:
+        keys = {key for (key,) in cursor.fetchall()}
+    return {grant for grant in grants if grant.key in keys}
+
+
+def _renew_batch_joined(
+    connection: BaseDatabaseWrapper,
+    batch: Sequence[Renewal],
+    rows: models.QuerySet[Any, Any],
+    extended: dict[str, Any],
+    overdue: bool,
+) -> set[Grant]:
+    """Renew on MySQL and MariaDB, where only this shape never waits for a row.
+
+    The optimizer must find the unlocked rows first and come to the others by the
+    primary key, or it locks what it passes, and the ``LIMIT`` keeps the derived table
+    from being merged, without ``SKIP LOCKED``, into the update.
+    """
+    text, params = _update(connection, Q(), extended)
+    inner, inner_params = (
+        rows[: len(batch)].query.get_compiler(connection=connection).as_sql()
+    )
+    quote = connection.ops.quote_name
+    table, key, due = quote(DistributedLock._meta.db_table), quote("key"), quote("due")
+    by_primary = f"{table} FORCE INDEX (PRIMARY)"
+    inner = inner.replace(f"FROM {table}", f"FROM {by_primary}", 1)
+    text = text.replace(
+        f"UPDATE {table} SET",
+        f"UPDATE ({inner} FOR UPDATE SKIP LOCKED) AS {due} "
+        f"STRAIGHT_JOIN {by_primary} ON {table}.{key} = {due}.{key} SET",
+        1,
+    )
+    statement = Statement(text, [*inner_params, *params])
+    affected = _affected(connection, statement, {})
+    if affected == len(batch):
+        return {renewal.grant for renewal in batch}
+    if len(batch) == 1:
+        return set()
+    # The count doesn't say which are gone or locked.
+    middle = len(batch) // 2
+    renewed: set[Grant] = set()
+    for half in (batch[:middle], batch[middle:]):
+        renewed |= _renew_batch(connection, half, wait=False, overdue=overdue)
+    return renewed
+
+
+def _by_key(seconds: dict[str, float]) -> Any:
+    """An expression for a value that depends on the row's key."""
+    groups: dict[float, list[str]] = {}
+    for key, value in seconds.items():
+        groups.setdefault(value, []).append(key)
+    common = max(groups, key=lambda value: len(groups[value]))
+    whens = [
+        When(key__in=keys, then=Value(value))
+        for value, keys in groups.items()
+        if value != common
+    ]
+    if not whens:
+        return Value(common)
+    return Case(*whens, default=Value(common), output_field=models.FloatField())

@@ -1,0 +1,30 @@
+"""What happens to locks, for outsiders: counting, logging, alerting.
+
+All signals are sent with ``send_robust``: a receiver that fails is logged by
+Django and can't break locking. ``sender`` is the class
+:class:`dblocks.locks.Lock`. Every signal has ``key`` (``str``) and ``backend``
+(the alias in ``DBLOCKS``); durations are seconds.
+"""
+
+from __future__ import annotations
+
+from django.dispatch import Signal
+
+#: ``owner``, ``fencing_token``, ``waited``, ``reentered`` (``bool``), ``lease``
+#: (the :class:`~dblocks.Lease`). Sent in the thread that acquired.
+lock_acquired = Signal()
+
+#: ``owner``, ``fencing_token``, ``held_for``, ``lease``. Sent when the last hold is
+#: given back, in the thread that released.
+lock_released = Signal()
+
+#: ``owner``, ``fencing_token``, ``held_for``, ``reason``. Sent in a thread of
+#: dblocks, at the local deadline at the latest.
+lock_lost = Signal()
+
+#: ``waited``, ``holder``, ``note``, ``retry_after``. Sent when a wait ran out.
+lock_timed_out = Signal()
+
+#: ``owner`` and ``fencing_token`` of the grant that was ended, ``holder``, ``by``
+#: (who did it: a user, a name or ``None``), ``reason`` (free text).
+lock_force_released = Signal()

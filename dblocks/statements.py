@@ -1,0 +1,77 @@
+"""SQL that the ORM writes once and dblocks keeps.
+
+Building a query in Python costs more than its round trip to the database. A
+statement is therefore compiled once for each kind of database, with slots where its
+values go, and kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
+from django.db.models import CharField, Expression, Field, FloatField
+
+
+class Slot(Expression):
+    """The place of a value that is filled in at each execution."""
+
+    def __init__(self, name: str, output_field: Field[Any, Any] | None = None) -> None:
+        super().__init__(output_field=output_field or FloatField())
+        self.name = name
+
+    def as_sql(self, compiler: Any, connection: Any) -> Any:
+        return "%s", [self]
+
+    def as_postgresql(self, compiler: Any, connection: Any) -> Any:
+        # With server-side binding a parameter's type must be known. Text is not cast
+        # to the column's type, which would cut it to the column's length.
+        text = isinstance(self.output_field, CharField)
+        kind = "text" if text else self.output_field.db_type(connection)
+        return f"%s::{kind}", [self]
+
+
+class Statement:
+    """Compiled SQL with slots."""
+
+    __slots__ = ("_constants", "_names", "sql")
+
+    def __init__(self, sql: str, params: Any) -> None:
+        self.sql = sql
+        self._names: list[str] = []
+        self._constants: dict[str, Any] = {}
+        for number, param in enumerate(params):
+            if isinstance(param, Slot):
+                self._names.append(param.name)
+            else:
+                self._names.append(f"#{number}")
+                self._constants[f"#{number}"] = param
+
+    def execute(
+        self, connection: BaseDatabaseWrapper, values: dict[str, Any]
+    ) -> CursorWrapper:
+        """Run it on a connection and return the cursor; the caller closes it."""
+        if self._constants:
+            values = {**self._constants, **values}
+        cursor = connection.cursor()
+        cursor.execute(self.sql, [values[name] for name in self._names])
+        return cursor
+
+
+def kept(
+    build: Callable[[BaseDatabaseWrapper], Statement],
+) -> Callable[[BaseDatabaseWrapper], Statement]:
+    """Decorate the function that builds a statement: build once a vendor."""
+    statements: dict[str, Statement] = {}
+
+    @wraps(build)
+    def statement(connection: BaseDatabaseWrapper) -> Statement:
+        try:
+            return statements[connection.vendor]
+        except KeyError:
+            return statements.setdefault(connection.vendor, build(connection))
+
+    return statement

@@ -1,0 +1,55 @@
+"""Options that a project with locks gives its databases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# The numbers of psycopg.IsolationLevel, which is not installed everywhere.
+POSTGRES_ISOLATION = {
+    "read committed": 2,
+    "repeatable read": 3,
+}
+
+
+def with_options(database: dict[str, Any], *, isolation: str | None) -> dict[str, Any]:
+    """Add options to an entry of ``DATABASES``; those in its URL stay.
+
+    On a network every request is bounded: without timeouts, a connection whose peer
+    is gone may wait for hours.
+    """
+    options: dict[str, Any]
+    test: dict[str, Any] = {}
+    match database["ENGINE"].rpartition(".")[2]:
+        case "sqlite3":
+            options = {
+                "init_command": "PRAGMA journal_mode=WAL",
+                "timeout": 20,
+                "transaction_mode": "IMMEDIATE",
+            }
+            if database["NAME"] != ":memory:":
+                # A file too: in memory, there is no second connection.
+                path = Path(database["NAME"])
+                test = {"NAME": str(path.with_name(f"test_{path.name}"))}
+        case "mysql":
+            options = {"connect_timeout": 5, "read_timeout": 30, "write_timeout": 30}
+            if isolation is not None:
+                options["isolation_level"] = isolation
+        case "postgresql":
+            options = {
+                "connect_timeout": 5,
+                "keepalives": 1,
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "tcp_user_timeout": 30_000,
+            }
+            if isolation is not None:
+                options["isolation_level"] = POSTGRES_ISOLATION[isolation]
+        case _:
+            options = {}
+    return {
+        **database,
+        "OPTIONS": options | database.get("OPTIONS", {}),
+        "TEST": test | database.get("TEST", {}),
+    }

@@ -1,0 +1,89 @@
+"""Settings of the test project, adjusted by environment variables.
+
+``DATABASE_URL``
+    ``mysql://…``, ``postgres://…``, ``sqlite:///file`` or ``sqlite://:memory:``;
+    by default SQLite in ``db.sqlite3``. Options may follow as a query.
+``LOCKS_DATABASE_URL``
+    A second database, with the alias ``locks``.
+``DATABASE_ISOLATION``
+    ``read committed`` or ``repeatable read``, on MariaDB, MySQL and PostgreSQL.
+``DEBUG``, ``SECRET_KEY``, ``ALLOWED_HOSTS``, ``TIME_ZONE``, ``USE_TZ``
+    As in Django.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import environ
+
+from testproject.databases import with_options
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+
+env = environ.Env()
+
+DEBUG = env.bool("DEBUG", default=False)
+SECRET_KEY = env.str("SECRET_KEY", default="for tests and demonstrations only")
+ALLOWED_HOSTS = env.list("ALLOWED_HOSTS", default=["localhost", "127.0.0.1", "[::1]"])
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "dblocks",
+    "testproject.shop",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+ROOT_URLCONF = "testproject.urls"
+WSGI_APPLICATION = "testproject.wsgi.application"
+ASGI_APPLICATION = "testproject.asgi.application"
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+ISOLATION = env.str("DATABASE_ISOLATION", default=None)
+
+DATABASES: dict[str, dict[str, Any]] = {
+    "default": with_options(
+        env.db_url("DATABASE_URL", default=f"sqlite:///{BASE_DIR / 'db.sqlite3'}"),
+        isolation=ISOLATION,
+    ),
+}
+if "LOCKS_DATABASE_URL" in env:
+    DATABASES["locks"] = with_options(
+        env.db_url("LOCKS_DATABASE_URL"), isolation=ISOLATION
+    )
+
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+LANGUAGE_CODE = "en"
+TIME_ZONE = env.str("TIME_ZONE", default="UTC")
+USE_TZ = env.bool("USE_TZ", default=True)
+
+STATIC_URL = "static/"

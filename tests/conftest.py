@@ -1,0 +1,33 @@
+"""What concerns the whole test session; fixtures are in ``tests.fixtures``."""
+
+from __future__ import annotations
+
+import warnings
+
+import django
+import hypothesis
+import pytest
+from django.conf import settings
+
+pytest_plugins = ["tests.fixtures"]
+
+# The machine may be busy with another database's tests.
+hypothesis.settings.register_profile("dblocks", deadline=None)
+hypothesis.settings.load_profile("dblocks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if settings.DATABASES["default"]["NAME"] == ":memory:":
+        # Django never closes a connection to a database in memory, and Python 3.13
+        # complains about each, in the tests and after the last one, when pytest's own
+        # filters are gone. Elsewhere this warning means a leak.
+        message = "unclosed database"
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:ResourceWarning")
+        warnings.filterwarnings("ignore", message, ResourceWarning)
+
+
+def pytest_report_header() -> str:
+    database = settings.DATABASES["default"]
+    engine = database["ENGINE"].rpartition(".")[2]
+    isolation = settings.ISOLATION or "default isolation"
+    return f"django: {django.__version__}, {engine}, {isolation}"

@@ -1,0 +1,207 @@
+"""What the contract suite starts from: a committed database, a key, other owners.
+
+``backend`` is where another engine joins: tests that take it (or ``lock``, ``acquire``)
+say nothing about tables and run unchanged wherever a backend keeps the contract.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+from django.test.utils import setup_databases, teardown_databases
+
+from dblocks import Lease, Lock, LockError, distributed_lock
+from tests.processes import Fleet, Workers
+from tests.timing import DEADLINE
+
+SERIAL = itertools.count()
+
+
+def in_memory() -> bool:
+    """Is the test database private to this process?"""
+    return connection.vendor == "sqlite" and connection.is_in_memory_db()
+
+
+def wipe() -> None:
+    """Empty the tables that tests write, by hand and in autocommit."""
+    with connection.cursor() as cursor:
+        for table in ("dblocks_distributedlock", "testapp_account"):
+            cursor.execute(f"DELETE FROM {table}")
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(
+    django_test_environment: None, django_db_blocker: Any
+) -> Iterator[None]:
+    """Make all test databases; pytest-django's own makes those that marks ask for."""
+    with django_db_blocker.unblock():
+        databases = setup_databases(
+            verbosity=0, interactive=False, serialized_aliases=()
+        )
+    yield
+    with django_db_blocker.unblock():
+        teardown_databases(databases, verbosity=0)
+
+
+@pytest.fixture
+def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+    """The database as in production: autocommit, seen by other sessions.
+
+    In place of ``django_db(transaction=True)``, which empties every table after each
+    test: here only those that the tests write, which takes milliseconds.
+    """
+    with django_db_blocker.unblock():
+        connection.ensure_connection()
+        try:
+            yield
+        finally:
+            connection.close()
+            wipe()
+
+
+@pytest.fixture(params=["default"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Return the alias of the engine under test, with its storage ready."""
+    request.getfixturevalue("committed")
+    return str(request.param)
+
+
+@pytest.fixture
+def key() -> str:
+    """Return a key that no other test uses."""
+    return f"test:{next(SERIAL)}:{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def lock(backend: str, key: str) -> Callable[..., Lock]:
+    """Make locks on the test's key (or another one) in the engine under test."""
+
+    def make(key: str = key, **options: Any) -> Lock:
+        return distributed_lock(key, backend=backend, **options)
+
+    return make
+
+
+@pytest.fixture
+def acquire(lock: Callable[..., Lock]) -> Iterator[Callable[..., Lease]]:
+    """Acquire at once; what is still held at the end of the test is released."""
+    leases: list[Lease] = []
+
+    def take(*args: Any, **options: Any) -> Lease:
+        lease = lock(*args, **options).acquire(timeout=0)
+        leases.append(lease)
+        return lease
+
+    yield take
+    for lease in reversed(leases):
+        with suppress(LockError):
+            lease.release()
+
+
+class OtherThread:
+    """A thread of its own that does one thing after another, each with a deadline."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="other")
+        self._closed = False
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Begin in that thread; the future's result raises what the function raised."""
+        return self._executor.submit(function, *args, **kwargs)
+
+    def do(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do it in that thread and wait for the result."""
+        return self.start(function, *args, **kwargs).result(timeout=DEADLINE)
+
+    def close(self) -> None:
+        """Close its connections and end the thread."""
+        if not self._closed:
+            self._closed = True
+            self.start(connections.close_all)
+            self._executor.shutdown()
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[], OtherThread]]:
+    """Make threads that are closed, with their connections, when the test ends."""
+    made: list[OtherThread] = []
+
+    def make() -> OtherThread:
+        made.append(OtherThread())
+        return made[-1]
+
+    yield make
+    for thread in made:
+        thread.close()
+
+
+@pytest.fixture
+def other(threads: Callable[[], OtherThread]) -> OtherThread:
+    """Return somebody else: a second thread of this process."""
+    return threads()
+
+
+@pytest.fixture
+def obtainable(lock: Callable[..., Lock], other: OtherThread) -> Callable[..., bool]:
+    """Ask whether somebody else would be granted the test's key (and give it back)."""
+
+    def attempt(options: dict[str, Any]) -> bool:
+        lease = lock(**options).try_acquire()
+        if lease is None:
+            return False
+        lease.release()
+        return True
+
+    def ask(**options: Any) -> bool:
+        return bool(other.do(attempt, options))
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def fleet(django_db_setup: None) -> Iterator[Fleet]:
+    """Keep worker processes between tests; starting one costs a second of Django."""
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def workers(committed: None, request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Start programs of ``tests.worker`` in processes that see the test's database."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    workers = Workers(request.getfixturevalue("fleet"))
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def two_writers(committed: None) -> None:
+    """Apply the test only where a session can write beside an open transaction."""
+    if connection.vendor == "sqlite":
+        pytest.skip(
+            "SQLite has one writer: nothing can be written beside an open transaction"
+        )
+
+
+@pytest.fixture
+def live_threads() -> Callable[[], set[threading.Thread]]:
+    """Return the threads that have appeared since the test began."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
+
+
+@pytest.fixture
+def open_files() -> Callable[[], int]:
+    """Count this process's open file descriptors."""
+    return lambda: len(os.listdir("/proc/self/fd"))

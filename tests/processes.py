@@ -1,0 +1,176 @@
+"""Child processes that see the test's database and speak JSON, one event per line.
+
+Each event carries ``at``, the moment by ``time.monotonic()``: on Linux one clock for
+all processes of a machine, so that events of several processes can be put in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from tests.timing import DEADLINE
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Event = dict[str, Any]
+
+
+class Worker:
+    """One child process; it runs programs of ``tests.worker`` one after another."""
+
+    def __init__(self) -> None:
+        names = {
+            alias: connections[alias].settings_dict["NAME"] for alias in connections
+        }
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "DBLOCKS_TEST_NAMES": json.dumps(names, default=str)},
+            text=True,
+            start_new_session=True,
+        )
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._reader = threading.Thread(
+            target=self._read, name="worker-events", daemon=True
+        )
+        self._reader.start()
+        self.idle = True
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self._events.put(json.loads(line))
+        self._events.put({"event": "gone", "at": time.monotonic()})
+
+    def run(self, program: str, **arguments: Any) -> None:
+        """Start a program; its events are read with ``expect``."""
+        self.idle = False
+        self.tell(program, **arguments)
+
+    def tell(self, word: str, **arguments: Any) -> None:
+        """Send one line."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps({"word": word, **arguments}) + "\n")
+        self._child.stdin.flush()
+
+    def next(self, within: float = DEADLINE) -> Event:
+        """Return the next event, whatever it is."""
+        try:
+            event = self._events.get(timeout=within)
+        except queue.Empty:
+            pytest.fail(f"process {self.pid} said nothing for {within:g} s")
+        self.idle = event["event"] == "done"
+        return event
+
+    def expect(self, name: str, within: float = DEADLINE) -> Event:
+        """Return the next event, which must have this name."""
+        event = self.next(within)
+        assert event["event"] == name, event
+        return event
+
+    def until_done(self, within: float = DEADLINE) -> list[Event]:
+        """Return all events up to the program's end."""
+        events: list[Event] = []
+        while (event := self.next(within))["event"] != "done":
+            assert event["event"] not in {"gone", "error"}, event
+            events.append(event)
+        return events
+
+    def stop(self) -> None:
+        """Suspend the process and wait until it stands."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> float:
+        """End it with SIGKILL; return when."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._child.wait(timeout=DEADLINE)
+        self._reader.join(timeout=DEADLINE)
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+        self.idle = False
+        return time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+
+class Fleet:
+    """Idle workers, kept from test to test."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    def take(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.kill()
+        return Worker()
+
+    def give_back(self, worker: Worker) -> None:
+        """Keep a worker whose program has ended; kill any other."""
+        if worker.alive and worker.idle:
+            self._idle.append(worker)
+        else:
+            worker.kill()
+
+    def close(self) -> None:
+        for worker in self._idle:
+            worker.kill()
+        self._idle.clear()
+
+
+class Workers:
+    """One test's processes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._mine: list[Worker] = []
+
+    def start(self, program: str, **arguments: Any) -> Worker:
+        """Run a program in a process of its own."""
+        return self.start_all(program, [arguments])[0]
+
+    def start_all(
+        self, program: str, arguments: Iterable[dict[str, Any]]
+    ) -> list[Worker]:
+        """Run a program once per set of arguments, each in a process of its own."""
+        table = list(arguments)
+        workers = [self._fleet.take() for _ in table]
+        self._mine += workers
+        for worker, row in zip(workers, table, strict=True):
+            worker.run(program, **row)
+        return workers
+
+    def close(self) -> None:
+        while self._mine:
+            self._fleet.give_back(self._mine.pop())

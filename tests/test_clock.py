@@ -1,0 +1,206 @@
+"""The database's clock in UTC decides, whatever server, session and client think."""
+
+from __future__ import annotations
+
+import datetime as datetime_module
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from django.db import connection, connections, transaction
+from django.db.backends.signals import connection_created
+from django.utils import timezone as django_timezone
+
+from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks.models import DistributedLock
+from tests.factories import let_expire, stored
+from tests.fixtures import OtherThread
+from tests.timing import SLACK, always, eventually
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+locks = DistributedLock.objects
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+REAL_TIME = time.time
+
+
+def utc(value: datetime) -> datetime:
+    """Return the moment in UTC; a naive one is taken to be so already."""
+    return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+
+
+def real_now() -> datetime:
+    """Return the true time, whatever the clocks have been patched to."""
+    return datetime.fromtimestamp(REAL_TIME(), timezone.utc)
+
+
+def assert_grant_is_right(key: str, acquire: Leases, obtainable: Obtainable) -> None:
+    """A lease's times are right in UTC; it keeps others out and ends on time."""
+    lease = acquire(lease=600)
+    row = stored(key)
+    assert abs(utc(row.acquired_at) - real_now()) < timedelta(seconds=5)
+    assert abs(utc(row.expires_at) - real_now() - timedelta(seconds=600)) < timedelta(
+        seconds=5
+    )
+    assert locks.held().filter(pk=key).exists()
+    assert not obtainable()
+    lease.release()
+    assert locks.free().filter(pk=key).exists()
+    short = acquire(lease=0.5, renew=False)
+    always(lambda: not obtainable(), during=0.25, what="held")
+    eventually(obtainable, within=0.3 + SLACK, what="the end of the lease")
+    assert not short.held
+
+
+@pytest.fixture(params=["+05:00", "-11:00"])
+def session_time_zone(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every new session is in another time zone."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no sessions with a time zone")
+    statement = {
+        "mysql": f"SET time_zone = '{request.param}'",
+        "postgresql": f"SET TIME ZONE INTERVAL '{request.param}' HOUR TO MINUTE",
+    }[connection.vendor]
+
+    def move(connection: Any, **kwargs: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+
+    connection.close()
+    connection_created.connect(move)
+    yield request.param
+    connection_created.disconnect(move)
+    connection.close()
+
+
+def test_session_in_another_time_zone(
+    session_time_zone: str, key: str, acquire: Leases, obtainable: Obtainable
+) -> None:
+    """A server or session whose local time isn't UTC changes nothing."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT CURRENT_TIMESTAMP")
+    assert_grant_is_right(key, acquire, obtainable)
+
+
+def test_prune_in_another_time_zone(
+    session_time_zone: str, key: str, acquire: Leases
+) -> None:
+    """Pruning judges ages in UTC too."""
+    acquire().release()
+    locks.prune(older_than=60)
+    assert locks.filter(pk=key).exists()
+    let_expire(key)
+    locks.prune(older_than=30)
+    assert not locks.filter(pk=key).exists()
+
+
+@pytest.mark.parametrize("use_tz", [True, False], ids=["USE_TZ", "naive"])
+def test_use_tz(
+    settings: Any, key: str, acquire: Leases, obtainable: Obtainable, use_tz: bool
+) -> None:
+    """With and without USE_TZ the model's times are right in UTC."""
+    settings.USE_TZ = use_tz
+    settings.TIME_ZONE = "Asia/Karachi"
+    connections.close_all()
+    assert_grant_is_right(key, acquire, obtainable)
+
+
+@pytest.fixture
+def database_time_zone(settings: Any) -> Iterator[None]:
+    """The database's TIME_ZONE setting says that its columns are five hours ahead."""
+
+    def forget() -> None:
+        connection.close()
+        for name in ("timezone", "timezone_name"):
+            connection.__dict__.pop(name, None)
+
+    before = connection.settings_dict["TIME_ZONE"]
+    connection.settings_dict["TIME_ZONE"] = "Asia/Karachi"
+    forget()
+    yield
+    connection.settings_dict["TIME_ZONE"] = before
+    forget()
+
+
+def test_database_time_zone_setting(
+    database_time_zone: None, key: str, acquire: Leases, obtainable: Obtainable
+) -> None:
+    """DATABASES[...]["TIME_ZONE"] changes nothing."""
+    assert_grant_is_right(key, acquire, obtainable)
+
+
+@pytest.fixture(params=[timedelta(days=1), timedelta(days=-1)], ids=["ahead", "behind"])
+def wrong_clock(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> timedelta:
+    """The client's wall clock is a day off; its monotonic clock isn't."""
+    shift: timedelta = request.param
+
+    class AnyDatetime(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, datetime)
+
+    class Shifted(datetime, metaclass=AnyDatetime):
+        """A datetime whose now() is wrong."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.fromtimestamp(REAL_TIME(), tz) + shift
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return cls.now(timezone.utc).replace(tzinfo=None)
+
+    monkeypatch.setattr(time, "time", lambda: REAL_TIME() + shift.total_seconds())
+    monkeypatch.setattr(
+        time, "time_ns", lambda: int((REAL_TIME() + shift.total_seconds()) * 1e9)
+    )
+    monkeypatch.setattr(datetime_module, "datetime", Shifted)
+    monkeypatch.setattr(django_timezone, "now", lambda: Shifted.now(timezone.utc))
+    return shift
+
+
+def test_client_clock_a_day_off(
+    wrong_clock: timedelta, key: str, acquire: Leases, obtainable: Obtainable
+) -> None:
+    """A client a day ahead or behind changes no grant."""
+    assert abs(django_timezone.now() - real_now()) > timedelta(hours=23)
+    assert_grant_is_right(key, acquire, obtainable)
+
+
+def test_retry_after_by_the_right_clock(
+    wrong_clock: timedelta,
+    acquire: Leases,
+    lock: Callable[..., Lock],
+    other: OtherThread,
+) -> None:
+    """The time left that LockTimeout tells doesn't come from the client's clock."""
+    acquire(lease=100)
+    with pytest.raises(LockTimeout) as caught:
+        other.do(lock().acquire, timeout=0)
+    assert 90 < caught.value.retry_after <= 100
+
+
+def test_client_clock_jumps_while_holding(
+    acquire: Leases, obtainable: Obtainable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wall clock that jumps takes nothing from a lease and adds nothing."""
+    lease = acquire(lease=0.6)
+    for jump in (+200, -200):
+        monkeypatch.setattr(time, "time", lambda jump=jump: REAL_TIME() + jump)
+        always(lambda: lease.held and not obtainable(), during=0.5, what="held")
+
+
+def test_lease_taken_late_in_a_transaction(two_writers: None, key: str) -> None:
+    """A lease counts from its grant, not from the start of the caller's transaction."""
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        at = time.monotonic()
+        eventually(lambda: time.monotonic() > at + 0.7)
+        with distributed_lock(key, lease=0.6, renew=False):
+            assert distributed_lock(key, owner="other").try_acquire() is None

@@ -1,0 +1,317 @@
+"""What only the database backend promises: statements, reasons, settings."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.db.models import QuerySet
+from django.test.utils import CaptureQueriesContext
+
+from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks.models import DistributedLock
+from tests.factories import LockFactory, let_expire, now, stored
+from tests.fixtures import OtherThread
+from tests.timing import DEADLINE, SLACK, eventually, takes
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+locks = DistributedLock.objects
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+
+def test_two_statements_and_no_begin(key: str) -> None:
+    """Acquire and release of a key that exists: two statements, no transaction."""
+    with distributed_lock(key):
+        pass
+    with CaptureQueriesContext(connection) as queries, distributed_lock(key):
+        pass
+    sent = [query["sql"] for query in queries.captured_queries]
+    assert len(sent) == 2, sent
+    assert not [
+        sql for sql in sent if re.match(r"BEGIN|COMMIT|SAVEPOINT", sql, re.IGNORECASE)
+    ]
+
+
+def test_row_remains_after_release(key: str) -> None:
+    """A release frees the row; it doesn't delete it."""
+    with distributed_lock(key) as lease:
+        pass
+    row = stored(key)
+    assert (row.version, row.hold_count) == (lease.fencing_token, 0)
+    assert locks.free().filter(pk=key).exists()
+
+
+def test_row_says_who_holds(acquire: Leases, key: str) -> None:
+    """The row has the lease's owner, token and note and one hold per acquisition."""
+    lease = acquire(note="why")
+    acquire()
+    row = stored(key)
+    assert (row.owner, row.version, row.note) == (
+        lease.owner,
+        lease.fencing_token,
+        "why",
+    )
+    assert row.hold_count == 2
+
+
+def test_outermost_note_rules(acquire: Leases, key: str) -> None:
+    """An inner acquisition's note doesn't replace the outer one's."""
+    acquire(note="outer")
+    acquire(note="inner")
+    assert stored(key).note == "outer"
+
+
+def test_cooling_row(key: str) -> None:
+    """After an early release the row is cooling, without owner or holds."""
+    with distributed_lock(key, hold_at_least=5):
+        assert locks.held().filter(pk=key).exists()
+    assert locks.cooling().filter(pk=key).exists()
+    assert stored(key).hold_count == 0
+
+
+def test_force_release_ends_cooling(key: str, obtainable: Obtainable) -> None:
+    """A force release lets the next one in before hold_at_least is over."""
+    with distributed_lock(key, hold_at_least=60):
+        pass
+    assert not obtainable()
+    assert locks.force_release(key) is True
+    assert obtainable()
+
+
+def test_lost_by_force(acquire: Leases, key: str) -> None:
+    """A force-released holder learns it within a third of its lease."""
+    lease = acquire(lease=1.5)
+    told: list[Lease] = []
+    lease.on_lost(told.append)
+    assert locks.force_release(key) is True
+    eventually(lambda: told, within=0.5 + 0.5, what="the loss")
+    assert lease.lost_reason == "forced"
+    assert not lease.held
+    assert lease.release() is False
+
+
+def test_lost_to_somebody_else(acquire: Leases, key: str) -> None:
+    """Where somebody else has the key by then, the reason is taken."""
+    lease = acquire(lease=1.5)
+    let_expire(key)
+    theirs = distributed_lock(key, owner="somebody else").acquire(timeout=0)
+    eventually(lambda: not lease.held, within=0.5 + 0.5, what="the loss")
+    assert lease.lost_reason == "taken"
+    assert theirs.release() is True
+
+
+def test_forced_and_taken_since(acquire: Leases, key: str) -> None:
+    """A force-released key that somebody else took meanwhile is lost as taken."""
+    lease = acquire(lease=600, renew=False)
+    locks.force_release(key)
+    with (
+        distributed_lock(key, owner="somebody else"),
+        pytest.raises(LeaseLost) as caught,
+    ):
+        lease.renew()
+    assert caught.value.reason == "taken"
+
+
+def test_explicit_renewal_finds_a_forced_loss(acquire: Leases, key: str) -> None:
+    """renew() of a force-released lease raises LeaseLost, reason forced."""
+    lease = acquire(lease=600, renew=False)
+    locks.force_release(key)
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason == lease.lost_reason == "forced"
+    assert not lease.held
+
+
+def test_release_of_a_forced_lease(acquire: Leases, key: str) -> None:
+    """release() of a force-released lease says False and touches nothing."""
+    lease = acquire(lease=600, renew=False)
+    locks.force_release(key)
+    version = stored(key).version
+    assert lease.release() is False
+    assert stored(key).version == version
+
+
+def test_leaving_after_a_forced_loss(key: str) -> None:
+    """Leaving a force-released block raises LeaseLost even before a renewal."""
+    with pytest.raises(LeaseLost) as caught, distributed_lock(key, lease=600):
+        locks.force_release(key)
+    assert caught.value.reason == "forced"
+
+
+def test_renewal_never_makes_a_row(acquire: Leases, key: str) -> None:
+    """A row that was deleted by hand stays deleted; its holder loses the lease."""
+    lease = acquire(lease=0.9)
+    QuerySet(DistributedLock).filter(pk=key).delete()
+    eventually(lambda: not lease.held, within=0.9 + SLACK, what="the loss")
+    assert not QuerySet(DistributedLock).filter(pk=key).exists()
+
+
+def test_renewal_never_takes_back(acquire: Leases, key: str) -> None:
+    """A renewal leaves the row of the one who took over as it is."""
+    lease = acquire(lease=0.9)
+    let_expire(key)
+    with distributed_lock(key, owner="somebody else", lease=600, renew=False) as theirs:
+        end = stored(key).expires_at
+        eventually(lambda: not lease.held, within=0.9 + SLACK, what="the loss")
+        row = stored(key)
+        assert (row.owner, row.version, row.expires_at) == (
+            theirs.owner,
+            theirs.fencing_token,
+            end,
+        )
+
+
+def test_one_renewal_for_all_holds_of_an_owner(acquire: Leases, key: str) -> None:
+    """Renewal of a re-entered lock moves the row's end on."""
+    acquire(lease=1.2)
+    acquire(lease=1.2)
+    end = stored(key).expires_at
+    eventually(lambda: stored(key).expires_at > end, within=1.2, what="the renewal")
+
+
+def test_waiting_only_reads(
+    acquire: Leases, lock: Callable[..., Lock], key: str
+) -> None:
+    """While a key is taken, a waiter reads its row and writes nothing."""
+    acquire()
+    with CaptureQueriesContext(connection) as queries:
+        assert distributed_lock(key, owner="waiter").try_acquire(timeout=1) is None
+    sent = [query["sql"].lstrip("( ").split()[0] for query in queries.captured_queries]
+    assert sent.count("SELECT") >= 2, sent
+    assert len([verb for verb in sent if verb != "SELECT"]) <= 2, sent
+
+
+def test_refusal_writes_nothing(acquire: Leases, key: str) -> None:
+    """A refused attempt leaves the row as it was."""
+    acquire(lease=600, renew=False)
+    before = QuerySet(DistributedLock).filter(pk=key).values().get()
+    assert distributed_lock(key, owner="somebody else", note="x").try_acquire() is None
+    assert QuerySet(DistributedLock).filter(pk=key).values().get() == before
+
+
+def configured(**options: Any) -> dict[str, Any]:
+    """Return a DBLOCKS setting with these options."""
+    path = "dblocks.backends.database.DatabaseBackend"
+    return {"default": {"BACKEND": path, **options}}
+
+
+def test_settings_give_the_defaults(
+    settings: Any, acquire: Leases, key: str, other: OtherThread
+) -> None:
+    """LEASE and TIMEOUT come from the setting, also for a lock that was made before."""
+    the_lock = distributed_lock(key)
+    settings.DBLOCKS = configured(LEASE=100, TIMEOUT=0.4)
+    lease = acquire()
+    assert 85 < lease.remaining() <= 90
+    with takes(0.4, 0.4 + SLACK), pytest.raises(LockTimeout):
+        other.do(the_lock.acquire)
+
+
+def test_defaults_without_any_setting(settings: Any, acquire: Leases) -> None:
+    """Without the setting a lease has 30 seconds."""
+    del settings.DBLOCKS
+    assert 26 < acquire().remaining() <= 27
+
+
+def test_argument_goes_before_the_setting(settings: Any, acquire: Leases) -> None:
+    """A lock's own lease rules over the setting's."""
+    settings.DBLOCKS = configured(LEASE=100)
+    assert acquire(lease=10).remaining() <= 9
+
+
+@pytest.mark.parametrize(
+    "name", ["KEY", "key ", "k\u00e9y", "ke\u0301y", "\N{KEY}", "key"]
+)
+def test_similar_names_are_different_locks(name: str) -> None:
+    """Names that a collation takes for one are locked independently."""
+    names = [
+        "Key",
+        "KEY",
+        "key",
+        "key ",
+        "k\u00e9y",
+        "ke\u0301y",
+        "\N{KEY}",
+        "\N{LOCK}",
+    ]
+    with distributed_lock(name, lease=60):
+        for similar in names:
+            taken = distributed_lock(similar, owner="somebody else").try_acquire()
+            assert (taken is None) == (similar == name), similar
+            if taken is not None:
+                taken.release()
+
+
+def test_token_rises_over_everything(key: str) -> None:
+    """Release, expiry, force, pruning, re-creation: each grant's token is higher."""
+    tokens: list[int] = []
+
+    def grant(**options: Any) -> Lease:
+        lease = distributed_lock(key, **options).acquire(timeout=3)
+        tokens.append(lease.fencing_token)
+        return lease
+
+    grant().release()
+    expired = grant(lease=0.2, renew=False)
+    eventually(locks.expired().filter(pk=key).exists, what="the end of the lease")
+    assert expired.release() is False
+    forced = grant()
+    locks.force_release(key)
+    forced.release()
+    grant().release()
+    QuerySet(DistributedLock).filter(pk=key).update(expires_at=now(-3600))
+    locks.prune(older_than=60)
+    assert not QuerySet(DistributedLock).filter(pk=key).exists()
+    grant().release()
+    assert tokens == sorted(set(tokens))
+
+
+def test_row_made_by_hand(key: str) -> None:
+    """A free row of any version is granted with the next one."""
+    LockFactory(key=key, version=41, free=True)
+    with distributed_lock(key) as lease:
+        assert lease.fencing_token > 41
+
+
+def test_pruning_beside_contention(
+    key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """Beside pruning under contention grants don't overlap or repeat a token."""
+    grants: list[tuple[float, float, int]] = []
+    over = threading.Event()
+    start = threading.Barrier(3, timeout=DEADLINE)
+
+    def contend() -> None:
+        start.wait()
+        for _ in range(50):
+            with distributed_lock(key, timeout=DEADLINE, lease=60) as lease:
+                begun = time.monotonic()
+                grants.append((begun, time.monotonic(), lease.fencing_token))
+
+    def prune() -> None:
+        start.wait()
+        while not over.is_set():
+            locks.prune(older_than=0)
+            over.wait(0.005)
+
+    pruning = threads().start(prune)
+    contending = [threads().start(contend) for _ in range(2)]
+    try:
+        for future in contending:
+            future.result(timeout=2 * DEADLINE)
+    finally:
+        over.set()
+    pruning.result(timeout=DEADLINE)
+    grants.sort()
+    tokens = [token for _, _, token in grants]
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == 100
+    assert all(a[1] <= b[0] for a, b in pairwise(grants))

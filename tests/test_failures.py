@@ -1,0 +1,406 @@
+"""When the database fails: a clear error, in time, and never "not acquired"."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from operator import itemgetter
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, OperationalError, connection, connections
+
+from dblocks import Lease, Lock, distributed_lock
+from dblocks.models import DistributedLock
+from tests.factories import stored
+from tests.fixtures import OtherThread
+from tests.timing import SLACK, always, takes
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+TABLE = DistributedLock._meta.db_table
+Leases = Callable[..., Lease]
+Locks = Callable[..., Lock]
+
+VERBS = pytest.mark.parametrize("verb", ["acquire", "try_acquire"])
+
+
+def attempt(lock: Lock, verb: str, timeout: float) -> Any:
+    """Acquire in one of the two ways."""
+    return getattr(lock, verb)(timeout=timeout)
+
+
+# The table is missing
+
+
+def rename(before: str, after: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {before} RENAME TO {after}")
+
+
+@contextmanager
+def without_table() -> Iterator[None]:
+    """The lock table has another name for the time of the block."""
+    rename(TABLE, "mislaid")
+    try:
+        yield
+    finally:
+        rename("mislaid", TABLE)
+
+
+@VERBS
+@pytest.mark.parametrize("timeout", [0, 0.5])
+def test_missing_table(key: str, verb: str, timeout: float) -> None:
+    """A table that isn't there is the database's own error, which names it."""
+    with (
+        without_table(),
+        takes(at_most=timeout + 1),
+        pytest.raises(DatabaseError, match=TABLE),
+    ):
+        attempt(distributed_lock(key), verb, timeout)
+
+
+def test_missing_table_for_the_manager(key: str) -> None:
+    """The manager doesn't take a missing table for a taken key either."""
+    with without_table(), pytest.raises(DatabaseError, match=TABLE):
+        DistributedLock.objects.acquire(key, owner="me", lease=5)
+
+
+def test_missing_table_and_locked(key: str) -> None:
+    """locked() doesn't answer without a table."""
+    with without_table(), pytest.raises(DatabaseError, match=TABLE):
+        distributed_lock(key).locked()
+
+
+def test_release_that_fails(acquire: Leases) -> None:
+    """An explicit release that can't reach the row raises the database's error."""
+    lease = acquire(lease=600)
+    with without_table(), pytest.raises(DatabaseError):
+        lease.release()
+
+
+def test_leaving_when_the_release_fails(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leaving a block whose release fails logs a warning and lets the lease lapse."""
+    with without_table_at_the_end(), distributed_lock(key, lease=600) as lease:
+        assert lease.held
+        rename(TABLE, "mislaid")
+    assert [
+        record
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+        and record.name.split(".")[0] == "dblocks"
+        and key in record.getMessage()
+    ]
+    assert stored(key).hold_count == 1
+
+
+@contextmanager
+def without_table_at_the_end() -> Iterator[None]:
+    """Put the table back, whatever happened."""
+    try:
+        yield
+    finally:
+        with suppress(DatabaseError):
+            rename("mislaid", TABLE)
+
+
+# The database is out of reach, or refuses to write
+
+
+@pytest.fixture
+def alias(settings: Any) -> Iterator[Callable[..., str]]:
+    """Make a backend on a changed copy of the default database."""
+
+    def make(**changes: Any) -> str:
+        config = dict(connections.settings["default"])
+        options = {**config["OPTIONS"], **changes.pop("OPTIONS", {})}
+        connections.settings["changed"] = {**config, **changes, "OPTIONS": options}
+        path = "dblocks.backends.database.DatabaseBackend"
+        settings.DBLOCKS = {
+            "default": {"BACKEND": path},
+            "changed": {"BACKEND": path, "OPTIONS": {"using": "changed"}},
+        }
+        return "changed"
+
+    yield make
+    with suppress(AttributeError, KeyError):
+        connections["changed"].close()
+        del connections["changed"]
+    connections.settings.pop("changed", None)
+
+
+@VERBS
+@pytest.mark.parametrize("timeout", [0, 0.5])
+def test_database_down(
+    alias: Callable[..., str], key: str, verb: str, timeout: float
+) -> None:
+    """A database that doesn't answer is an OperationalError, in time."""
+    nowhere: dict[str, dict[str, Any]] = {
+        "sqlite": {"NAME": "/nonexistent/directory/db.sqlite3"},
+        "mysql": {"HOST": "127.0.0.1", "PORT": "1"},
+        "postgresql": {"HOST": "127.0.0.1", "PORT": "1"},
+    }
+    backend = alias(**nowhere[connection.vendor])
+    with takes(at_most=timeout + 1), pytest.raises(OperationalError):
+        attempt(distributed_lock(key, backend=backend), verb, timeout)
+
+
+@VERBS
+def test_read_only_database(alias: Callable[..., str], key: str, verb: str) -> None:
+    """A database that can't be written is an error, not a taken key."""
+    distributed_lock(key).acquire(timeout=0).release()
+    read_only: dict[str, dict[str, Any]] = {
+        "sqlite": {"init_command": "PRAGMA query_only = 1"},
+        "mysql": {"init_command": "SET SESSION TRANSACTION READ ONLY"},
+        "postgresql": {"options": "-c default_transaction_read_only=on"},
+    }
+    backend = alias(OPTIONS=read_only[connection.vendor])
+    with takes(at_most=0.3 + 1), pytest.raises(DatabaseError, match=r"(?i)read.?only"):
+        attempt(distributed_lock(key, backend=backend), verb, 0.3)
+    assert not distributed_lock(key).locked()
+
+
+# Errors that pass
+
+
+class Trouble:
+    """Makes the next statements on the lock table fail, or lose their replies."""
+
+    def __init__(
+        self,
+        error: Exception,
+        *,
+        times: int = 1,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self.error = error
+        self.times = times
+        self.after = after
+        self.sent: list[str] = []
+
+    def __call__(
+        self, execute: Any, sql: str, params: Any, many: bool, context: Any
+    ) -> Any:
+        if TABLE not in sql:
+            return execute(sql, params, many, context)
+        self.sent.append(sql)
+        if len(self.sent) > self.times:
+            return execute(sql, params, many, context)
+        if self.after is not None:
+            execute(sql, params, many, context)
+            self.after()
+        with context["connection"].wrap_database_errors:
+            raise self.error
+
+
+def sqlite_busy() -> Exception:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorname, error.sqlite_errorcode = "SQLITE_BUSY", 5  # type: ignore[attr-defined]
+    return error
+
+
+def mysql_error(code: int, message: str) -> Exception:
+    import MySQLdb
+
+    return MySQLdb.OperationalError(code, message)
+
+
+def postgresql_error(name: str) -> Exception:
+    from psycopg import errors
+
+    error: Exception = getattr(errors, name)(name)
+    return error
+
+
+TRANSIENT: dict[str, list[tuple[str, Callable[[], Exception]]]] = {
+    "sqlite": [("busy", sqlite_busy)],
+    "mysql": [
+        (
+            "deadlock",
+            lambda: mysql_error(1213, "Deadlock found when trying to get lock"),
+        ),
+        ("lock wait", lambda: mysql_error(1205, "Lock wait timeout exceeded")),
+    ],
+    "postgresql": [
+        ("deadlock", lambda: postgresql_error("DeadlockDetected")),
+        ("serialization", lambda: postgresql_error("SerializationFailure")),
+        ("lock wait", lambda: postgresql_error("LockNotAvailable")),
+    ],
+}
+
+
+@pytest.fixture(params=TRANSIENT[connection.vendor], ids=itemgetter(0))
+def passing_error(request: pytest.FixtureRequest) -> Exception:
+    """Return one of the errors after which the same statement is worth repeating."""
+    error: Exception = request.param[1]()
+    return error
+
+
+@pytest.mark.parametrize("timeout", [0, 5])
+def test_passing_error_in_acquire(
+    key: str, passing_error: Exception, timeout: float
+) -> None:
+    """An acquisition that met a transient error is repeated and grants one hold."""
+    with distributed_lock(key) as first:
+        pass
+    trouble = Trouble(passing_error)
+    with connection.execute_wrapper(trouble):
+        lease = distributed_lock(key).acquire(timeout=timeout)
+    assert len(trouble.sent) > 1
+    assert lease.fencing_token == first.fencing_token + 1
+    assert stored(key).hold_count == 1
+    assert lease.release() is True
+
+
+def test_passing_error_in_release(
+    acquire: Leases, key: str, passing_error: Exception
+) -> None:
+    """A release that met a transient error is repeated and frees."""
+    lease = acquire()
+    with connection.execute_wrapper(Trouble(passing_error)):
+        assert lease.release() is True
+    assert not distributed_lock(key).locked()
+
+
+def test_passing_error_in_renew(acquire: Leases, passing_error: Exception) -> None:
+    """A renewal by hand that met a transient error is repeated."""
+    lease = acquire(lease=5, renew=False)
+    with connection.execute_wrapper(Trouble(passing_error)):
+        lease.renew(lease=100)
+    assert lease.remaining() > 80
+
+
+def test_error_that_doesnt_pass(key: str, passing_error: Exception) -> None:
+    """An error that comes again and again is raised after a second, not LockTimeout."""
+    distributed_lock(key).acquire(timeout=0).release()
+    trouble = Trouble(passing_error, times=10**9)
+    with (
+        connection.execute_wrapper(trouble),
+        takes(at_most=1 + SLACK),
+        pytest.raises(OperationalError),
+    ):
+        distributed_lock(key).try_acquire()
+    assert len(trouble.sent) > 1
+    assert not distributed_lock(key).locked()
+
+
+def test_trouble_in_the_callers_thread_alone(acquire: Leases) -> None:
+    """Trouble on the caller's connection doesn't touch the background renewal."""
+    lease = acquire(lease=0.6)
+    error = TRANSIENT[connection.vendor][0][1]()
+    with connection.execute_wrapper(Trouble(error, times=10**9)):
+        always(lambda: lease.held, during=1.2, what="held")
+
+
+# Connections that break
+
+
+@pytest.fixture
+def server(committed: None) -> str:
+    """Apply the test only where there is a server that can end a connection."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no connections to it")
+    return connection.vendor
+
+
+def kill_session(session: int) -> None:
+    """Have the server end a session, if it is still there."""
+    with connection.cursor() as cursor, suppress(OperationalError):
+        if connection.vendor == "mysql":
+            cursor.execute("KILL %s", [session])
+        else:
+            cursor.execute("SELECT pg_terminate_backend(%s)", [session])
+
+
+@pytest.mark.parametrize("verb", ["acquire", "release", "renew", "locked"])
+def test_connection_killed_by_the_server(
+    server: str, acquire: Leases, lock: Locks, verb: str, other: OtherThread
+) -> None:
+    """A verb works on a dropped connection, and the caller's is left as found."""
+    lease = acquire(lease=30)
+    raw = connection.connection
+    other.do(kill_session, own_session())
+    if verb == "acquire":
+        with lock(owner="other", key="another key").acquire(timeout=0) as theirs:
+            assert theirs.held
+    elif verb == "release":
+        assert lease.release() is True
+    elif verb == "renew":
+        lease.renew()
+        assert lease.held
+    else:
+        assert lock().locked() is True
+    assert connection.connection is raw
+    connection.close()
+
+
+def own_session() -> int:
+    """Return the server's number of this thread's session."""
+    raw = connection.connection
+    return int(
+        raw.thread_id() if connection.vendor == "mysql" else raw.info.backend_pid
+    )
+
+
+def other_sessions() -> list[int]:
+    """Return the sessions of this database except the one asking."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "mysql":
+            cursor.execute(
+                "SELECT id FROM information_schema.processlist"
+                " WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+            )
+        else:
+            cursor.execute(
+                "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+            )
+        return [row[0] for row in cursor.fetchall()]
+
+
+def test_renewals_connection_is_killed(
+    server: str, acquire: Leases, lock: Locks
+) -> None:
+    """The renewal recovers when its connection is dropped, again and again."""
+    lease = acquire(lease=1.5)
+    contender = lock(owner="somebody else")
+    kills = 0
+    for _ in range(4):
+        for session in other_sessions():
+            kill_session(session)
+            kills += 1
+        always(
+            lambda: lease.held and contender.try_acquire() is None,
+            during=0.5,
+            what="held",
+        )
+    assert kills
+    assert lease.release() is True
+
+
+def lost_connection() -> Exception:
+    """Return the driver's error for a connection that went away in mid-statement."""
+    if connection.vendor == "mysql":
+        return mysql_error(2013, "Lost connection to server during query")
+    import psycopg
+
+    return psycopg.OperationalError("server closed the connection unexpectedly")
+
+
+def test_lost_reply(server: str, key: str, other: OtherThread) -> None:
+    """When an acquisition's reply was lost, the retry finds its own grant."""
+    with distributed_lock(key) as first:
+        pass
+    session = own_session()
+    trouble = Trouble(lost_connection(), after=lambda: other.do(kill_session, session))
+    with connection.execute_wrapper(trouble):
+        lease = distributed_lock(key).acquire(timeout=5)
+    connection.close()
+    assert lease.fencing_token == first.fencing_token + 1
+    assert stored(key).hold_count == 1
+    assert lease.release() is True
+    assert not distributed_lock(key).locked()

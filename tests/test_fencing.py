@@ -1,0 +1,187 @@
+"""``FencedModel``: data that refuses a holder who has been replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from django.db import connection
+
+from dblocks import Lease, LeaseLost
+from dblocks.models import DistributedLock
+from tests.factories import AccountFactory
+from tests.testapp.models import Account
+
+pytestmark = pytest.mark.usefixtures("committed")
+Leases = Callable[..., Lease]
+
+
+@pytest.fixture
+def account() -> Account:
+    """Return an account that has not seen a token."""
+    account: Account = AccountFactory()
+    return account
+
+
+@pytest.fixture
+def stale(acquire: Leases, key: str) -> Lease:
+    """Return a lease that has been replaced without knowing it."""
+    lease = acquire(lease=600, renew=False)
+    DistributedLock.objects.force_release(key)
+    return lease
+
+
+@pytest.fixture
+def current(stale: Lease, acquire: Leases) -> Lease:
+    """Return the lease that replaced it."""
+    lease = acquire(owner="successor", lease=600, renew=False)
+    assert lease.fencing_token > stale.fencing_token
+    return lease
+
+
+def mine(account: Account) -> Account:
+    return Account.objects.get(pk=account.pk)
+
+
+def test_update_leaves_its_token(acquire: Leases, account: Account) -> None:
+    """A fenced update changes values and token, and says how many rows."""
+    lease = acquire()
+    assert Account.objects.filter(pk=account.pk).fenced_update(lease, balance=5) == 1
+    assert (mine(account).balance, mine(account).fencing_token) == (
+        5,
+        lease.fencing_token,
+    )
+
+
+def test_update_again_with_the_same_token(acquire: Leases, account: Account) -> None:
+    """The holder may update as often as it likes."""
+    lease = acquire()
+    for balance in (5, 6):
+        Account.objects.filter(pk=account.pk).fenced_update(lease, balance=balance)
+    assert mine(account).balance == 6
+
+
+def test_replaced_holder_is_refused(
+    stale: Lease, current: Lease, account: Account
+) -> None:
+    """A row that has seen a higher token refuses the update and stays as it is."""
+    rows = Account.objects.filter(pk=account.pk)
+    rows.fenced_update(current, balance=100)
+    with pytest.raises(LeaseLost) as caught:
+        rows.fenced_update(stale, balance=1)
+    assert caught.value.fencing_token == stale.fencing_token
+    assert (mine(account).balance, mine(account).fencing_token) == (
+        100,
+        current.fencing_token,
+    )
+
+
+def test_bare_token(stale: Lease, current: Lease, account: Account) -> None:
+    """A token alone serves as the fence."""
+    rows = Account.objects.filter(pk=account.pk)
+    rows.fenced_update(current.fencing_token, balance=100)
+    with pytest.raises(LeaseLost):
+        rows.fenced_update(stale.fencing_token, balance=1)
+    assert mine(account).balance == 100
+
+
+def test_all_rows_or_none(stale: Lease, current: Lease) -> None:
+    """One row with a higher token refuses the update of all."""
+    accounts = AccountFactory.create_batch(3)
+    Account.objects.filter(pk=accounts[1].pk).fenced_update(current, balance=100)
+    rows = Account.objects.filter(pk__in=[each.pk for each in accounts])
+    with pytest.raises(LeaseLost):
+        rows.fenced_update(stale, balance=1)
+    assert sorted(rows.values_list("balance", flat=True)) == [0, 0, 100]
+    assert rows.fenced_update(current, balance=7) == 3
+    assert set(rows.values_list("balance", flat=True)) == {7}
+
+
+def test_update_without_filter(acquire: Leases, account: Account) -> None:
+    """A fenced update of a whole table is refused."""
+    lease = acquire()
+    with pytest.raises((TypeError, ValueError), match="filter"):
+        Account.objects.fenced_update(lease, balance=5)
+    assert mine(account).balance == 0
+
+
+def test_update_of_no_row(acquire: Leases) -> None:
+    """A filter that finds nothing changes nothing, which isn't a loss."""
+    assert Account.objects.filter(pk=-1).fenced_update(acquire(), balance=5) == 0
+
+
+def test_save(acquire: Leases, account: Account) -> None:
+    """save(fence=) writes the instance and its token."""
+    lease = acquire()
+    account.balance = 5
+    account.save(fence=lease)
+    assert (mine(account).balance, mine(account).fencing_token) == (
+        5,
+        lease.fencing_token,
+    )
+    assert account.fencing_token == lease.fencing_token
+
+
+def test_save_of_a_replaced_holder(
+    stale: Lease, current: Lease, account: Account
+) -> None:
+    """save(fence=) is refused like an update."""
+    late = mine(account)
+    account.balance = 100
+    account.save(fence=current)
+    late.balance = 1
+    with pytest.raises(LeaseLost):
+        late.save(fence=stale)
+    assert mine(account).balance == 100
+
+
+def test_save_of_a_new_instance(acquire: Leases) -> None:
+    """A new row made with a fence has seen its token."""
+    lease = acquire()
+    account = Account(name="new")
+    account.save(fence=lease.fencing_token)
+    assert mine(account).fencing_token == lease.fencing_token
+
+
+def test_plain_save_never_writes_the_token(
+    current: Lease, stale: Lease, account: Account
+) -> None:
+    """save() of an instance that was read earlier doesn't take the row's token back."""
+    early = mine(account)
+    Account.objects.filter(pk=account.pk).fenced_update(current, balance=100)
+    early.name = "renamed"
+    early.save()
+    assert (mine(account).name, mine(account).fencing_token) == (
+        "renamed",
+        current.fencing_token,
+    )
+    with pytest.raises(LeaseLost):
+        Account.objects.filter(pk=account.pk).fenced_update(stale, balance=1)
+
+
+def test_plain_save_of_a_changed_token(account: Account) -> None:
+    """Not even a token that was set by hand is written by save()."""
+    account.fencing_token = 10**9
+    account.save()
+    Account.objects.filter(pk=account.pk).fenced_update(5, balance=5)
+    assert mine(account).fencing_token == 5
+
+
+@pytest.mark.parametrize("fence", [None, "seven", 1.5], ids=repr)
+def test_fence_of_the_wrong_type(account: Account, fence: object) -> None:
+    """A fence is a lease or a token."""
+    with pytest.raises((TypeError, ValueError)):
+        Account.objects.filter(pk=account.pk).fenced_update(fence, balance=5)
+    assert mine(account).balance == 0
+
+
+def test_refused_update_rolls_nothing_else_back(
+    stale: Lease, current: Lease, account: Account
+) -> None:
+    """Outside a transaction a refused update leaves the connection usable."""
+    Account.objects.filter(pk=account.pk).fenced_update(current, balance=100)
+    with pytest.raises(LeaseLost):
+        Account.objects.filter(pk=account.pk).fenced_update(stale, balance=1)
+    assert not connection.in_atomic_block
+    AccountFactory(name="after")
+    assert Account.objects.filter(name="after").exists()

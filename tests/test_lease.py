@@ -1,0 +1,403 @@
+"""The lease: how long it lasts, how it is kept, and how its loss is noticed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db.backends.utils import CursorWrapper
+
+import dblocks
+from dblocks import Lease, LeaseLost, Lock, current_lease
+from tests.fixtures import OtherThread
+from tests.timing import DEADLINE, SLACK, STEP, always, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+
+@pytest.mark.parametrize(
+    ("lease", "margin"),
+    [(0.3, 0.15), (0.6, 0.25), (1, 0.25), (2.5, 0.25), (10, 1.0), (60, 6.0)],
+)
+def test_remaining_keeps_a_margin(acquire: Leases, lease: float, margin: float) -> None:
+    """remaining() is the lease less the time since the request less the margin."""
+    before = time.monotonic()
+    held = acquire(lease=lease)
+    remaining = held.remaining()
+    elapsed = time.monotonic() - before
+    assert lease - margin - elapsed - 0.001 <= remaining <= lease - margin
+
+
+def test_remaining_runs_down(acquire: Leases) -> None:
+    """remaining() goes down with the monotonic clock and stops at 0.0."""
+    lease = acquire(lease=0.5, renew=False)
+    first, at = lease.remaining(), time.monotonic()
+    eventually(lambda: time.monotonic() > at + 0.1)
+    second = lease.remaining()
+    assert first - second == pytest.approx(time.monotonic() - at, abs=0.05)
+    eventually(lambda: not lease.held)
+    assert lease.remaining() == 0.0
+
+
+def test_held_and_check(acquire: Leases, key: str) -> None:
+    """check() passes while held and raises LeaseLost when it no longer is."""
+    lease = acquire(lease=0.4, renew=False)
+    lease.check()
+    eventually(lambda: not lease.held, within=0.4 + SLACK)
+    with pytest.raises(LeaseLost) as caught:
+        lease.check()
+    assert (caught.value.key, caught.value.fencing_token) == (key, lease.fencing_token)
+
+
+def test_released_lease_is_not_held(acquire: Leases) -> None:
+    """After its release a lease proves nothing."""
+    lease = acquire()
+    lease.release()
+    assert not lease.held
+    assert lease.lost_reason is None
+    with pytest.raises(LeaseLost):
+        lease.check()
+
+
+def test_never_held_once_somebody_else_may_have_it(
+    acquire: Leases, lock: Locks
+) -> None:
+    """held is false before the key could go to another owner."""
+    lease = acquire(lease=0.5, renew=False)
+    theirs = lock(owner="somebody else")
+
+    def granted() -> Lease | None:
+        held_before = lease.held
+        grant = theirs.try_acquire()
+        assert not (grant and held_before)
+        return grant
+
+    eventually(granted, within=0.5 + SLACK, what="the take-over").release()
+
+
+def test_held_costs_no_statement(
+    acquire: Leases, django_assert_num_queries: Any
+) -> None:
+    """held, remaining() and check() do no I/O."""
+    lease = acquire()
+    with django_assert_num_queries(0):
+        assert lease.held
+        assert lease.remaining()
+        lease.check()
+
+
+def test_renewal_keeps_the_lock(acquire: Leases, obtainable: Obtainable) -> None:
+    """Renewed in the background, a lease holds for several times its length."""
+    held = acquire(lease=0.6)
+    always(lambda: held.held and not obtainable(), during=1.8, what="held")
+    assert held.release() is True
+
+
+def test_no_renewal_on_request(acquire: Leases, obtainable: Obtainable) -> None:
+    """With renew=False the lease ends on time although its holder lives."""
+    acquire(lease=0.5, renew=False)
+    eventually(obtainable, within=0.5 + SLACK, what="the end of the lease")
+
+
+def test_renew_extends_from_now(acquire: Leases, obtainable: Obtainable) -> None:
+    """renew() starts the lease anew."""
+    lease = acquire(lease=0.8, renew=False)
+    for _ in range(3):
+        always(lambda: not obtainable(), during=0.4, what="held")
+        before = time.monotonic()
+        lease.renew()
+        assert 0.55 - (time.monotonic() - before) - 0.001 <= lease.remaining() <= 0.55
+    assert lease.held
+
+
+def test_renew_for_another_time(acquire: Leases) -> None:
+    """renew(lease=) asks for another length."""
+    lease = acquire(lease=1, renew=False)
+    lease.renew(lease=60)
+    assert 50 < lease.remaining() <= 54
+
+
+def test_renew_never_brings_a_lost_lease_back(
+    acquire: Leases, obtainable: Obtainable
+) -> None:
+    """renew() of a lease that ran out raises LeaseLost, and others can take the key."""
+    lease = acquire(lease=0.3, renew=False)
+    eventually(lambda: lease.lost_reason, what="the loss")
+    for _ in range(2):
+        with pytest.raises(LeaseLost) as caught:
+            lease.renew(lease=60)
+        assert caught.value.reason == "expired"
+    assert not lease.held
+    eventually(obtainable, within=SLACK, what="the end of the lease")
+
+
+def test_renew_after_release(acquire: Leases, obtainable: Obtainable) -> None:
+    """renew() of a released lease raises LeaseLost and takes nothing."""
+    lease = acquire()
+    lease.release()
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    assert obtainable()
+
+
+class Losses:
+    """Remembers what the callback was told, when, and in which thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Lease, float, threading.Thread]] = []
+
+    def __call__(self, lease: Lease) -> None:
+        self.calls.append((lease, time.monotonic(), threading.current_thread()))
+
+
+def test_loss_is_noticed_on_time(acquire: Leases) -> None:
+    """on_lost is called at the local deadline, in another thread, once."""
+    lease = acquire(lease=0.6, renew=False)
+    losses = Losses()
+    lease.on_lost(losses)
+    deadline = time.monotonic() + lease.remaining()
+    eventually(lambda: losses.calls, within=0.6 + SLACK, what="on_lost")
+    always(lambda: len(losses.calls) == 1, during=0.3, what="a single call")
+    (told, at, thread) = losses.calls[0]
+    assert told is lease
+    assert deadline - 0.05 <= at <= deadline + 0.4
+    assert thread is not threading.current_thread()
+    assert lease.lost_reason == "expired"
+
+
+def test_each_callback_is_called(
+    acquire: Leases, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in one callback is logged and doesn't keep others from being called."""
+    lease = acquire(lease=0.3, renew=False)
+    losses = Losses()
+
+    def broken(lease: Lease) -> None:
+        raise RuntimeError("a broken callback")
+
+    lease.on_lost(broken)
+    lease.on_lost(losses)
+    eventually(lambda: losses.calls, within=0.3 + SLACK, what="the second callback")
+    logged = [record for record in caplog.records if record.exc_info]
+    assert any("a broken callback" in str(record.exc_info[1]) for record in logged)
+    assert {record.name.split(".")[0] for record in logged} == {"dblocks"}
+
+
+def test_slow_callback_delays_nobody(acquire: Leases, key: str) -> None:
+    """A callback that takes its time doesn't put off the loss of another lease."""
+    done = threading.Event()
+    slow = acquire(lease=0.3, renew=False)
+    slow.on_lost(lambda lease: done.wait(DEADLINE))
+    lease = acquire(key + "!", lease=0.6, renew=False)
+    try:
+        eventually(
+            lambda: lease.lost_reason, within=0.6 + SLACK, what="the second loss"
+        )
+        assert not lease.held
+    finally:
+        done.set()
+
+
+def test_no_loss_without_loss(acquire: Leases) -> None:
+    """A lease that was released in time is never reported as lost."""
+    lease = acquire(lease=0.3, renew=False)
+    losses = Losses()
+    lease.on_lost(losses)
+    lease.release()
+    always(lambda: not losses.calls and lease.lost_reason is None, during=0.6)
+
+
+def test_loss_is_logged(
+    acquire: Leases, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    """A loss is a warning of the logger dblocks that names the key."""
+    caplog.set_level(logging.DEBUG, logger="dblocks")
+    lease = acquire(lease=0.3, renew=False)
+    eventually(lambda: lease.lost_reason, what="the loss")
+
+    def logged() -> list[logging.LogRecord]:
+        return [
+            record
+            for record in caplog.records
+            if record.levelno == logging.WARNING and key in record.getMessage()
+        ]
+
+    eventually(logged, within=SLACK, what="the warning")
+    assert logged()[0].name.split(".")[0] == "dblocks"
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make the statements of other threads hang once the event is set."""
+    hanging, over = threading.Event(), threading.Event()
+    execute = CursorWrapper.execute
+    main = threading.current_thread()
+
+    def slow(self: CursorWrapper, sql: str, params: Any = None) -> Any:
+        if hanging.is_set() and threading.current_thread() is not main:
+            over.wait(DEADLINE)
+        return execute(self, sql, params)
+
+    monkeypatch.setattr(CursorWrapper, "execute", slow)
+    yield hanging
+    over.set()
+
+
+def test_loss_is_noticed_while_a_renewal_hangs(
+    acquire: Leases, hang: threading.Event
+) -> None:
+    """A renewal that hangs on a dead socket doesn't put off the notice of the loss."""
+    lease = acquire(lease=0.9)
+    losses = Losses()
+    lease.on_lost(losses)
+    hang.set()
+    eventually(lambda: losses.calls, within=0.9 + SLACK, what="on_lost")
+    assert not lease.held
+    assert lease.lost_reason in {"backend", "expired"}
+    with pytest.raises(LeaseLost):
+        lease.check()
+
+
+@pytest.fixture
+def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, str]]:
+    """Collect every statement of every thread of this process."""
+    seen: list[tuple[threading.Thread, str]] = []
+
+    def counted(name: str) -> None:
+        original = getattr(CursorWrapper, name)
+
+        def call(self: CursorWrapper, sql: str, *args: Any, **kwargs: Any) -> Any:
+            seen.append((threading.current_thread(), sql))
+            return original(self, sql, *args, **kwargs)
+
+        monkeypatch.setattr(CursorWrapper, name, call)
+
+    counted("execute")
+    counted("executemany")
+    return seen
+
+
+def test_a_thousand_leases(
+    lock: Locks, key: str, statements: list[tuple[threading.Thread, str]]
+) -> None:
+    """A thousand leases are renewed together, with a handful of statements per tick."""
+    length, ticks = 3.0, 4
+    locks = [lock(f"{key}:{number}", lease=length) for number in range(1000)]
+    leases = [each.acquire(timeout=0) for each in locks]
+    statements.clear()
+    always(
+        lambda: all(lease.held for lease in leases),
+        during=ticks * length / 3,
+        what="all thousand held",
+    )
+    renewals = len(statements)
+    for lease in leases:
+        assert lease.release() is True
+    assert ticks - 2 <= renewals <= 20 * ticks, renewals
+
+
+def test_renewal_ends_with_the_last_lease(
+    acquire: Leases, live_threads: Callable[[], set[threading.Thread]]
+) -> None:
+    """When nothing is held any more no thread is left behind."""
+    leases = [acquire(lease=0.6), acquire(lease=0.6, renew=False)]
+    always(lambda: leases[0].held, during=0.5)
+    for lease in leases:
+        lease.release()
+    eventually(lambda: not live_threads(), what="the end of the threads")
+
+
+def test_renewal_starts_again(
+    acquire: Leases, live_threads: Callable[[], set[threading.Thread]]
+) -> None:
+    """After the renewal has ended for want of leases, the next lease is renewed."""
+    acquire(lease=0.6).release()
+    eventually(lambda: not live_threads(), what="the end of the threads")
+    lease = acquire(lease=0.6)
+    always(lambda: lease.held, during=1.2, what="held")
+
+
+def test_current_lease(lock: Locks, key: str, other: OtherThread) -> None:
+    """current_lease() is the innermost lease, or the innermost one of a key."""
+
+    def nest() -> None:
+        with pytest.raises(LookupError):
+            current_lease()
+        with lock() as outer:
+            assert current_lease() is outer
+            with lock(key + "!") as inner:
+                assert current_lease() is inner
+                assert current_lease(key) is outer
+                assert current_lease(key + "!") is inner
+                with lock() as again:
+                    assert current_lease() is again
+                    assert current_lease(key) is again
+            assert current_lease() is outer
+            with pytest.raises(LookupError):
+                current_lease(key + "!")
+        with pytest.raises(LookupError):
+            current_lease(key)
+
+    other.do(nest)
+
+
+def test_current_lease_is_the_owners(lock: Locks, key: str, other: OtherThread) -> None:
+    """Another owner has no current lease."""
+    with lock(), pytest.raises(LookupError):
+        other.do(current_lease, key)
+
+
+def test_leases_of_one_owner_in_any_order(
+    acquire: Leases, obtainable: Obtainable
+) -> None:
+    """Outer and inner lease are released in any order; both must be."""
+    outer, inner = acquire(lease=5), acquire(lease=5)
+    assert outer.release() is True
+    assert not outer.held
+    assert inner.held
+    assert not obtainable()
+    assert inner.release() is True
+    assert obtainable()
+
+
+def test_inner_acquisition_renews(acquire: Leases) -> None:
+    """An inner acquisition starts the lease anew for the outer one too."""
+    outer = acquire(lease=2, renew=False)
+    at = time.monotonic()
+    eventually(lambda: time.monotonic() > at + 0.5)
+    assert outer.remaining() < 1.3
+    acquire(lease=2)
+    assert outer.remaining() > 1.5
+
+
+def test_inner_acquisition_only_extends(acquire: Leases) -> None:
+    """An inner acquisition with a short lease doesn't take time from the outer one."""
+    outer = acquire(lease=60)
+    inner = acquire(lease=0.5)
+    assert outer.remaining() > 50
+    inner.release()
+    assert outer.remaining() > 50
+    at = time.monotonic()
+    always(lambda: outer.held, during=0.6)
+    assert time.monotonic() - at >= 0.6 - STEP
+
+
+def test_public_names() -> None:
+    """Everything that is public is importable from the package and listed there."""
+    names = {
+        "distributed_lock",
+        "current_lease",
+        "Lock",
+        "Lease",
+        "LockError",
+        "LockTimeout",
+    }
+    names |= {"LeaseLost", "InvalidKey"}
+    assert names <= set(dblocks.__all__)
+    assert all(hasattr(dblocks, name) for name in dblocks.__all__)

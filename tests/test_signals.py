@@ -1,0 +1,126 @@
+"""The signals that tell the rest of a project what locks do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from django.dispatch import Signal
+
+from dblocks import Lease, Lock, LockTimeout, signals
+from dblocks.models import DistributedLock
+from tests.fixtures import OtherThread
+from tests.timing import SLACK, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+NAMES = [
+    "lock_acquired",
+    "lock_released",
+    "lock_lost",
+    "lock_timed_out",
+    "lock_force_released",
+]
+
+
+class Heard:
+    """Collects what each signal said."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.threads: list[threading.Thread] = []
+
+    def listener(self, name: str) -> Callable[..., None]:
+        def hear(signal: Signal, sender: Any, **said: Any) -> None:
+            self.events.append((name, said))
+            self.threads.append(threading.current_thread())
+
+        return hear
+
+    def of(self, name: str, key: str) -> list[dict[str, Any]]:
+        return [
+            said for heard, said in self.events if heard == name and said["key"] == key
+        ]
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """Listen to all signals for the time of the test."""
+    heard = Heard()
+    with ExitStack() as listening:
+        for name in NAMES:
+            signal: Signal = getattr(signals, name)
+            listener = heard.listener(name)
+            signal.connect(listener)
+            listening.callback(signal.disconnect, listener)
+        yield heard
+
+
+def test_acquired_and_released(lock: Locks, heard: Heard, key: str) -> None:
+    """An acquisition and its release are told once each, with key, owner and token."""
+    with lock() as lease:
+        (acquired,) = heard.of("lock_acquired", key)
+        assert not heard.of("lock_released", key)
+    (released,) = heard.of("lock_released", key)
+    for said in (acquired, released):
+        assert (said["owner"], said["fencing_token"]) == (
+            lease.owner,
+            lease.fencing_token,
+        )
+    assert 0 <= acquired["waited"] < SLACK
+    assert 0 <= released["held_for"] < SLACK
+
+
+def test_timed_out(
+    lock: Locks, acquire: Leases, heard: Heard, key: str, other: OtherThread
+) -> None:
+    """A wait that ran out is told with the time waited; no other signal is sent."""
+    acquire()
+    heard.events.clear()
+    with pytest.raises(LockTimeout):
+        other.do(lock().acquire, timeout=0.3)
+    (said,) = heard.of("lock_timed_out", key)
+    assert 0.3 <= said["waited"] <= 0.3 + SLACK
+    assert [name for name, _ in heard.events] == ["lock_timed_out"]
+
+
+def test_lost(acquire: Leases, heard: Heard, key: str) -> None:
+    """A loss is told once, with its reason, in a thread of dblocks."""
+    lease = acquire(lease=0.4, renew=False)
+    eventually(lambda: heard.of("lock_lost", key), within=0.4 + SLACK, what="lock_lost")
+    (said,) = heard.of("lock_lost", key)
+    assert (said["fencing_token"], said["reason"]) == (lease.fencing_token, "expired")
+    assert heard.threads[-1] is not threading.current_thread()
+
+
+def test_force_released(acquire: Leases, heard: Heard, key: str) -> None:
+    """A force release is told with who did it and why."""
+    acquire(lease=600, renew=False)
+    assert DistributedLock.objects.force_release(key, by="operator", reason="stuck")
+    (said,) = heard.of("lock_force_released", key)
+    assert (said["by"], said["reason"]) == ("operator", "stuck")
+
+
+def test_force_release_of_nothing_is_silent(
+    backend: str, heard: Heard, key: str
+) -> None:
+    """Where nothing was released nothing is told."""
+    DistributedLock.objects.force_release(key)
+    assert not heard.events
+
+
+def test_receiver_that_raises(lock: Locks, key: str) -> None:
+    """A receiver's error doesn't reach the one who takes the lock."""
+
+    def broken(**said: Any) -> None:
+        raise RuntimeError("a broken receiver")
+
+    signals.lock_acquired.connect(broken)
+    try:
+        with lock() as lease:
+            assert lease.held
+    finally:
+        signals.lock_acquired.disconnect(broken)

@@ -1,0 +1,147 @@
+"""Locks in a database of their own, beside the one with the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import NotSupportedError, connections, transaction
+
+from dblocks import LeaseLost, Lock, distributed_lock
+from dblocks.models import DistributedLock
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread
+from tests.testapp.models import Account
+from tests.timing import always
+
+locks = DistributedLock.objects.using("locks")
+
+
+@pytest.fixture(autouse=True)
+def locks_database(committed: None, settings: Any) -> Iterator[None]:
+    """Two backends: ``default``, and ``apart`` in the database ``locks``."""
+    if "locks" not in connections.settings:
+        pytest.skip("LOCKS_DATABASE_URL names no second database")
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {
+        "default": {"BACKEND": path},
+        "apart": {"BACKEND": path, "OPTIONS": {"using": "locks"}},
+    }
+    yield
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {DistributedLock._meta.db_table}")
+
+
+@pytest.fixture
+def apart(key: str) -> Callable[..., Lock]:
+    """Make locks in the database of their own."""
+    return lambda **options: distributed_lock(key, backend="apart", **options)
+
+
+@pytest.fixture
+def taken(apart: Callable[..., Lock], other: OtherThread) -> Callable[[], bool]:
+    """Ask from another thread whether the lock kept apart is taken."""
+    return lambda: bool(other.do(apart().locked))
+
+
+def test_row_is_in_the_other_database(apart: Callable[..., Lock], key: str) -> None:
+    """The backend's database has the row, the data's database hasn't."""
+    with apart() as lease:
+        assert lease.backend == "apart"
+        assert locks.held().filter(pk=key).exists()
+        assert not DistributedLock.objects.filter(pk=key).exists()
+
+
+def test_backends_are_independent(apart: Callable[..., Lock], key: str) -> None:
+    """The same key in two backends is two locks."""
+    with apart(), distributed_lock(key, owner="somebody else").acquire(timeout=0):
+        pass
+
+
+def test_taken_beside_an_open_transaction(
+    apart: Callable[..., Lock], taken: Callable[[], bool]
+) -> None:
+    """On every database a lock kept apart can be taken inside atomic()."""
+    with transaction.atomic():
+        AccountFactory(name="mine")
+        with apart():
+            assert taken()
+        assert taken()
+    assert not taken()
+    assert Account.objects.filter(name="mine").exists()
+
+
+@pytest.mark.parametrize("using", ["default", "locks"])
+def test_transaction_on_any_database_counts(
+    key: str, apart: Callable[..., Lock], using: str, other: OtherThread
+) -> None:
+    """A release waits for an open transaction, whichever database that is on."""
+    backend = {"default": "apart", "locks": "default"}[using]
+    the_lock = distributed_lock(key, backend=backend)
+    lease = the_lock.acquire(timeout=0)
+    with transaction.atomic(using=using):
+        lease.release()
+        assert other.do(the_lock.locked)
+    assert not other.do(the_lock.locked)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("default", "locks"), ("locks", "default")]
+)
+def test_last_transaction_decides(
+    apart: Callable[..., Lock], taken: Callable[[], bool], outer: str, inner: str
+) -> None:
+    """With transactions on two databases, the last one to end frees the lock."""
+    lease = apart().acquire(timeout=0)
+    with transaction.atomic(using=outer):
+        with transaction.atomic(using=inner):
+            lease.release()
+        assert taken()
+    assert not taken()
+
+
+@pytest.mark.parametrize("using", [None, "default"])
+def test_guard_across_databases(apart: Callable[..., Lock], using: str | None) -> None:
+    """The guard can't pin a row in a transaction of another database."""
+    with apart() as lease, pytest.raises(NotSupportedError), transaction.atomic():
+        lease.guard(using=using)
+
+
+def test_guard_on_the_locks_database(apart: Callable[..., Lock]) -> None:
+    """using= names the locks' own database, where the guard works."""
+    with apart() as lease, transaction.atomic(using="locks"):
+        lease.guard(using="locks")
+
+
+def test_atomic_across_databases(
+    apart: Callable[..., Lock], taken: Callable[[], bool]
+) -> None:
+    """atomic=True commits the data while the lock apart is held."""
+    seen: list[bool] = []
+    with apart(atomic=True):
+        AccountFactory(name="mine")
+        transaction.on_commit(lambda: seen.append(taken()))
+    assert seen == [True]
+    assert Account.objects.filter(name="mine").exists()
+    assert not taken()
+
+
+def test_forced_out_across_databases(apart: Callable[..., Lock], key: str) -> None:
+    """A holder that was force-released can't commit, though its lock is elsewhere."""
+    block = apart(atomic=True, lease=600, renew=False)
+    with pytest.raises(LeaseLost), block:  # noqa: PT012
+        AccountFactory(name="mine")
+        assert locks.force_release(key)
+    assert not Account.objects.filter(name="mine").exists()
+
+
+def test_renewal_across_databases(
+    apart: Callable[..., Lock], taken: Callable[[], bool], key: str
+) -> None:
+    """Leases in both databases are renewed by one process."""
+    here = distributed_lock(key, lease=0.6).acquire(timeout=0)
+    there = apart(lease=0.6).acquire(timeout=0)
+    always(lambda: here.held and there.held and taken(), during=1.3, what="held")
+    assert here.release() is True
+    assert there.release() is True

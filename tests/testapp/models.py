@@ -1,0 +1,17 @@
+"""Guarded data: what a lock protects in the tests."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from dblocks import FencedModel
+
+
+class Account(FencedModel):
+    """A balance that only the holder of a lock may change."""
+
+    name = models.CharField(max_length=50)
+    balance = models.IntegerField(default=0)
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,51 @@
+"""Bounded waiting: who waits for something says what for, and how long at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+#: No step of a test lasts longer than this, however slow the machine.
+DEADLINE = 15.0
+#: What a loaded machine may add to a moment that the contract names.
+SLACK = 1.0
+STEP = 0.01
+
+
+def eventually(
+    predicate: Callable[[], T], *, within: float = DEADLINE, what: str = "the condition"
+) -> T:
+    """Return the predicate's first true result; fail when there is none in time."""
+    until = time.monotonic() + within
+    while True:
+        if result := predicate():
+            return result
+        if time.monotonic() > until:
+            pytest.fail(f"{what} did not come true within {within:g} s")
+        time.sleep(STEP)
+
+
+def always(
+    predicate: Callable[[], object], *, during: float, what: str = "the condition"
+) -> None:
+    """Ask again and again for that many seconds; fail at the first false answer."""
+    started = time.monotonic()
+    while (elapsed := time.monotonic() - started) < during:
+        if not predicate():
+            pytest.fail(f"{what} was no longer true after {elapsed:.2f} s")
+        time.sleep(STEP)
+
+
+@contextmanager
+def takes(at_least: float = 0.0, at_most: float = DEADLINE) -> Iterator[None]:
+    """The block's duration in seconds lies between these two."""
+    started = time.monotonic()
+    yield
+    elapsed = time.monotonic() - started
+    assert at_least <= elapsed <= at_most, f"took {elapsed:.3f} s"

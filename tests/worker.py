@@ -1,0 +1,156 @@
+"""The other process: ``python -m tests.worker`` runs programs on the test's database.
+
+A line ``{"word": PROGRAM, ...}`` starts a program; it answers with events and may wait
+for further words; ``done`` follows when it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import django
+from django.db import connections, transaction
+
+
+def emit(event: str, **data: Any) -> None:
+    """Write one event with the moment at which it happened."""
+    line = json.dumps({"event": event, "at": time.monotonic(), **data})
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def receive() -> dict[str, Any]:
+    """Read one line; the parent's end of file ends this process."""
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    message: dict[str, Any] = json.loads(line)
+    return message
+
+
+def wait_for(word: str) -> None:
+    """Wait until the parent says the word."""
+    message = receive()
+    if message["word"] != word:
+        raise AssertionError(f"expected {word!r}, was told {message!r}")
+
+
+def hold(key: str, timeout: float = 0, **options: Any) -> None:
+    """Acquire, say so, and hold until told to release."""
+    from dblocks import distributed_lock
+
+    before = time.monotonic()
+    lease = distributed_lock(key, **options).acquire(timeout=timeout)
+    emit("held", token=lease.fencing_token, owner=lease.owner, before=before)
+    wait_for("release")
+    emit("released", result=lease.release())
+
+
+def attempt(key: str, **options: Any) -> None:
+    """Try once, say how it went, give it back."""
+    from dblocks import distributed_lock
+
+    lease = distributed_lock(key, **options).try_acquire()
+    emit("tried", token=lease and lease.fencing_token)
+    if lease is not None:
+        lease.release()
+
+
+def race(key: str, **options: Any) -> None:
+    """Stand at the start with an open connection, then try once and hold on."""
+    from dblocks import distributed_lock
+
+    connections["default"].ensure_connection()
+    emit("ready")
+    wait_for("go")
+    lease = distributed_lock(key, **options).try_acquire()
+    emit("tried", token=lease and lease.fencing_token)
+    wait_for("release")
+    if lease is not None:
+        lease.release()
+
+
+def count(key: str, account: int, rounds: int, **options: Any) -> None:
+    """Add one to a balance, by a plain read and a plain write under the lock."""
+    from dblocks import distributed_lock
+    from tests.testapp.models import Account
+
+    connections["default"].ensure_connection()
+    emit("ready")
+    wait_for("go")
+    for _ in range(rounds):
+        before = time.monotonic()
+        with distributed_lock(key, **options) as lease:
+            start = time.monotonic()
+            balance = Account.objects.get(pk=account).balance
+            Account.objects.filter(pk=account).update(balance=balance + 1)
+            end = time.monotonic()
+        emit("grant", token=lease.fencing_token, before=before, start=start, end=end)
+
+
+def add_in_atomic_block(key: str, account: int, **options: Any) -> None:
+    """Add one to a balance under ``atomic=True``, pausing before the write."""
+    from dblocks import LeaseLost, distributed_lock
+    from tests.testapp.models import Account
+
+    try:
+        with distributed_lock(key, atomic=True, **options) as lease:
+            balance = Account.objects.get(pk=account).balance
+            emit("read", balance=balance, token=lease.fencing_token)
+            wait_for("write")
+            Account.objects.filter(pk=account).update(balance=balance + 1)
+    except LeaseLost as error:
+        emit("lost", reason=error.reason, token=error.fencing_token)
+    else:
+        emit("committed")
+
+
+def add_under_guard(key: str, account: int, **options: Any) -> None:
+    """Add one to a balance in a transaction that ends with the guard."""
+    from dblocks import LeaseLost, distributed_lock
+    from tests.testapp.models import Account
+
+    lease = distributed_lock(key, **options).acquire(timeout=0)
+    balance = Account.objects.get(pk=account).balance
+    emit("read", balance=balance, token=lease.fencing_token)
+    wait_for("write")
+    try:
+        with transaction.atomic():
+            Account.objects.filter(pk=account).update(balance=balance + 1)
+            lease.guard()
+    except LeaseLost as error:
+        emit("lost", reason=error.reason, token=error.fencing_token)
+    else:
+        emit("committed")
+    emit("released", result=lease.release())
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    program.__name__: program
+    for program in (hold, attempt, race, count, add_in_atomic_block, add_under_guard)
+}
+
+
+def main() -> None:
+    """Run programs until the parent closes the pipe."""
+    django.setup()
+    for alias, name in json.loads(os.environ["DBLOCKS_TEST_NAMES"]).items():
+        connections.settings[alias]["NAME"] = name
+    while True:
+        message = receive()
+        program = PROGRAMS[message.pop("word")]
+        try:
+            program(**message)
+        except Exception as error:  # the parent's test fails with it
+            emit("error", type=type(error).__name__, message=str(error))
+        connections.close_all()
+        emit("done")
+
+
+if __name__ == "__main__":
+    main()
