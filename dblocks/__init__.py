@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .api import distributed_lock
+from .api import distributed_lock, transaction_lock
 from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
 from .locks import Lease, Lock, current_lease
+from .pessimistic import TransactionLock
 
 if TYPE_CHECKING:
     from .fencing import FencedModel
@@ -21,8 +22,10 @@ __all__ = [
     "Lock",
     "LockError",
     "LockTimeout",
+    "TransactionLock",
     "current_lease",
     "distributed_lock",
+    "transaction_lock",
 ]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType, FunctionType
 
 from .arguments import UNSET, OnLocked, Unset
 from .conf import DEFAULT_ALIAS
 from .locks import Lock
+from .pessimistic import TransactionLock
 
 
 def distributed_lock(
@@ -65,6 +68,11 @@ def distributed_lock(
         InvalidKey: The key can't name a lock.
         TypeError, ValueError: Another argument is unfit.
     """
+    if timeout is lease is UNSET and _is_bare(key, sys._getframe(1)):
+        raise TypeError(
+            "@distributed_lock is used without parentheses: write "
+            '@distributed_lock("key"), or give the key as a template or a callable.'
+        )
     return Lock(
         key,
         timeout=timeout,
@@ -78,3 +86,71 @@ def distributed_lock(
         note=note,
         backend=backend,
     )
+
+
+def transaction_lock(
+    key: str | Callable[..., str],
+    *,
+    timeout: float | timedelta | Unset | None = UNSET,
+    nowait: bool = False,
+    skip_locked: bool = False,
+    backend: str = DEFAULT_ALIAS,
+) -> TransactionLock:
+    """Return a lock that lasts as long as the caller's transaction.
+
+    ``SELECT … FOR UPDATE`` on the lock's row, in the transaction that is open on the
+    lock's database, or in one that it opens. The database holds it until that
+    transaction ends; there is no lease, nothing to renew and nothing to lose but the
+    connection. Excludes leases on the same key and is excluded by them. ::
+
+        @transaction_lock("stock:{product_id}", timeout=5)
+        def sell(product_id): ...
+
+        with transaction_lock("stock:7", nowait=True) as row: ...
+
+    On SQLite, which has no row locks, it takes the database's write lock.
+
+    Args:
+        key: As for :func:`distributed_lock`.
+        timeout: Seconds or ``timedelta`` to wait, fractions kept; ``None`` waits for
+            ever. Default: setting ``TIMEOUT``, 3 s. Not with the other two.
+        nowait: Raise at once when the key is taken.
+        skip_locked: Yield ``None``, or skip the function, when the key is taken.
+        backend: Alias in the setting ``DBLOCKS``, of a database backend.
+
+    Raises:
+        LockTimeout: The key stayed taken; the caller's transaction stays usable.
+        LockError: The same owner holds a lease on the key.
+        NotSupportedError: The locks are in another database, or in none.
+        TypeError, ValueError: An argument is unfit.
+    """
+    if timeout is UNSET and _is_bare(key, sys._getframe(1)):
+        raise TypeError(
+            "@transaction_lock is used without parentheses: write "
+            '@transaction_lock("key"), or give the key as a template or a callable.'
+        )
+    return TransactionLock(
+        key,
+        timeout=timeout,
+        nowait=nowait,
+        skip_locked=skip_locked,
+        backend=backend,
+    )
+
+
+def _is_bare(key: object, caller: FrameType) -> bool:
+    """Tell whether ``key`` is the function under a decorator without parentheses.
+
+    A callable key looks the same but for this: the function that is being decorated
+    has no name yet where it is being defined.
+    """
+    if isinstance(key, type):
+        return True
+    if not isinstance(key, FunctionType) or key.__name__ == "<lambda>":
+        return False
+    if any(value is key for value in caller.f_locals.values()):
+        return False
+    found: object = sys.modules.get(key.__module__)
+    for name in key.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is not key

@@ -10,6 +10,7 @@ class DblocksConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import transactions
+        from . import checks, transactions
 
+        checks.register()
         transactions.watch_transactions()

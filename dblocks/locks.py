@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -33,6 +33,7 @@ from .waiting import polls
 logger = logging.getLogger("dblocks")
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 PATIENCE = 1.0
 """Seconds for which passing faults are sat out where the caller's wait is shorter."""
@@ -81,10 +82,9 @@ class Lock:
     ) -> None:
         self.key = key if callable(key) else arguments.key(key)
         self.on_locked = arguments.on_locked(on_locked)
-        if isinstance(timeout, Unset):
-            self._timeout: float | Unset | None = timeout
-        else:
-            self._timeout = arguments.timeout(timeout)
+        self.timeout: float | Unset | None = UNSET
+        if not isinstance(timeout, Unset):
+            self.timeout = arguments.timeout(timeout)
         self._lease = lease if isinstance(lease, Unset) else arguments.lease(lease)
         self._renew = arguments.flag("renew", renew)
         self._max_hold = arguments.max_hold(max_hold, self._renew)
@@ -98,10 +98,12 @@ class Lock:
     def __repr__(self) -> str:
         return f"<Lock {self.key!r} backend={self.backend!r}>"
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: F) -> F:
+        """Decorate a function, so that its calls hold the lock."""
         from .decorators import decorate
 
-        return decorate(self, function)
+        decorated: F = decorate(self, function)
+        return decorated
 
     def with_key(self, key: str) -> Lock:
         """Return the same lock for another key."""
@@ -180,8 +182,8 @@ class Lock:
     def _wait(self, timeout: object) -> float | None:
         if not isinstance(timeout, Unset):
             return arguments.timeout(timeout)
-        if not isinstance(self._timeout, Unset):
-            return self._timeout
+        if not isinstance(self.timeout, Unset):
+            return self.timeout
         return backends[self.backend].timeout
 
     def _terms(self, backend: BaseBackend) -> Terms:
@@ -779,21 +781,30 @@ class Lease:
         with ExitStack() as pins:
             with db_transaction.atomic(using=using):
                 yield
-                self.verify(using, pins)
-            self._committed = True
+                self.verify([using], pins)
+            self.note_commit()
 
-    def verify(self, using: str, pins: ExitStack) -> None:
-        """Guard a transaction on ``using`` that is about to commit.
+    def note_commit(self) -> None:
+        """Note that a guarded transaction was committed: that verdict is final."""
+        self._committed = True
 
-        A transaction that will be rolled back is let through.
+    def is_in_database(self, using: str) -> bool:
+        """Tell whether the lock is a row of this database."""
+        return self._hold.backend.is_in_database(using)
+
+    def verify(self, aliases: Sequence[str], pins: ExitStack) -> None:
+        """Guard the transactions on some databases that are about to commit.
+
+        Transactions that will be rolled back are let through.
 
         Args:
-            pins: Closed after the commit.
+            pins: Closed after the commits.
 
         Raises:
             LeaseLost: The lock is no longer held.
         """
-        if connections[using].needs_rollback:
+        aliases = [a for a in aliases if not connections[a].needs_rollback]
+        if not aliases:
             return
         if not self._open or self.lost_reason == "forked":
             raise self._lost()
@@ -801,7 +812,7 @@ class Lease:
             self.check()
             return
         try:
-            self._hold.backend.pin(self._hold.grant, using, pins)
+            self._hold.backend.pin(self._hold.grant, aliases, pins)
         except LeaseLost as error:
             self._hold.lose(error.reason)
             raise

@@ -323,10 +323,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 stays usable.
             TransactionManagementError: There is no transaction.
         """
-        from . import pessimistic
+        from . import row_locks
 
         self._for_write = True
-        return pessimistic.lock_row(
+        return row_locks.lock_row(
             self.db,
             arguments.key(key),
             arguments.pessimistic_wait(nowait, skip_locked, timeout),

@@ -1,274 +1,121 @@
-"""The pessimistic form: the lock's row, locked by the database in a transaction.
-
-The database's own queue does the waiting and the end of the transaction the release.
-Both forms exclude each other on the same key: whoever locks the row finds it free of
-a lease, and whoever wants a lease finds the row locked.
-"""
+"""The pessimistic form: the database holds the lock until a transaction ends."""
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import OperationalError, connections, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import F
-from django.db.transaction import TransactionManagementError
+from django.db import DEFAULT_DB_ALIAS, NotSupportedError, connections, transaction
 
-from . import models, ownership, transactions
-from .arguments import PessimisticWait
-from .backends.base import FOREVER, Reading
-from .exceptions import LockError, LockTimeout
-from .functions import UtcNow
-from .waiting import polls
+from . import arguments
+from .arguments import UNSET, PessimisticWait, Unset
+from .backends.base import BaseBackend
+from .conf import DEFAULT_ALIAS, backends
+from .transactions import in_transaction
+
+if TYPE_CHECKING:
+    from .models import DistributedLock
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def lock_row(
-    using: str, key: str, wait: PessimisticWait
-) -> models.DistributedLock | None:
-    """Lock a key's row in the current transaction; see ``objects.for_update()``."""
-    connection = connections[using]
-    if not connection.in_atomic_block:
-        raise TransactionManagementError(
-            f"for_update({key!r}) locks a row until the end of a transaction: call it "
-            f"inside transaction.atomic(using={using!r})."
+class TransactionLock:
+    """A key whose row the database itself locks; made by ``transaction_lock()``.
+
+    A context manager that yields the row (``None`` when skipped), or a decorator. May
+    be shared by threads and used again.
+    """
+
+    def __init__(
+        self,
+        key: str | Callable[..., str],
+        *,
+        timeout: object = UNSET,
+        nowait: bool = False,
+        skip_locked: bool = False,
+        backend: str = DEFAULT_ALIAS,
+    ) -> None:
+        self.key = key if callable(key) else arguments.key(key)
+        self.backend = arguments.text("backend", backend)
+        given = None if isinstance(timeout, Unset) else timeout
+        wait = arguments.pessimistic_wait(nowait, skip_locked, given)
+        from_settings = isinstance(timeout, Unset) and not nowait and not skip_locked
+        self._wait = None if from_settings else wait
+        self._entered = threading.local()
+
+    def __repr__(self) -> str:
+        return f"<TransactionLock {self.key!r} backend={self.backend!r}>"
+
+    def with_key(self, key: str) -> TransactionLock:
+        """Return the same lock for another key."""
+        lock = object.__new__(TransactionLock)
+        lock.__dict__.update(
+            self.__dict__, key=arguments.key(key), _entered=threading.local()
         )
-    refuse_nesting(using, key)
-    if connection.vendor == "sqlite":
-        row = _lock_sqlite(connection, key, wait)
-    else:
-        row = _lock(connection, key, wait)
-    if row is not None:
-        transactions.note_row_lock(using, key)
-    return row
+        return lock
 
+    @property
+    def skips(self) -> bool:
+        """Whether a taken key is passed over."""
+        return self._wait is not None and self._wait.skip
 
-def refuse_nesting(using: str, key: str) -> None:
-    """Raise if the current owner has a lease on the key: it would wait for itself."""
-    for (backend, held_key), hold in list(ownership.current().holds.items()):
-        if held_key == key and backend.is_in_database(using) and hold.is_live():
-            raise LockError(
-                f"The lock {key!r} is leased by the same owner: its row can't be "
-                f"locked inside. Use one form, distributed_lock or transaction_lock, "
-                f"not both."
+    def __call__(self, function: F) -> F:
+        """Decorate a function, so that its calls run in a transaction with the row."""
+        from .decorators import decorate_with_row
+
+        decorated: F = decorate_with_row(self, function)
+        return decorated
+
+    def __enter__(self) -> DistributedLock | None:
+        block = self._block()
+        row = block.__enter__()
+        blocks: list[Any] = self._entered.__dict__.setdefault("blocks", [])
+        blocks.append(block)
+        return row
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        block: AbstractContextManager[Any] = self._entered.blocks.pop()
+        return block.__exit__(*exc_info)
+
+    @contextmanager
+    def _block(self) -> Iterator[DistributedLock | None]:
+        if callable(self.key):
+            raise TypeError(
+                f"key={self.key!r} is a callable, which only the decorator form calls; "
+                f"here the key must be a str."
             )
+        from . import row_locks
 
-
-def _lock(
-    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait
-) -> models.DistributedLock | None:
-    using = connection.alias
-    started = time.monotonic()
-    give_up = started + (FOREVER if wait.timeout is None else wait.timeout)
-    transactions.run(using, lambda beside, _: models.ensure_row(beside, key))
-    delays = polls()
-    unseen = 0
-    while True:
-        # By reading, on another connection: a leased row must never stay locked, or
-        # its holder could not renew it.
-        seen = transactions.run(
-            using, lambda beside, _: models.read(beside, key), writes=False
-        )
-        if seen is not None and seen.remaining <= 0:
-            left = max(0.0, give_up - time.monotonic())
-            try:
-                row = _select(connection, key, left, wait)
-            except WaitOver:
-                if time.monotonic() < give_up and not wait.skip:
-                    continue
-                _refuse(key, wait, seen)
-                return None
-            if row is not None:
-                return row
-            if wait.skip:
-                return None
-            unseen += 1
-            if unseen > 1:
-                _refuse_stale_snapshot(connection, key, wait, seen)
-        elif time.monotonic() >= give_up:
-            _refuse(key, wait, seen or Reading())
-            return None
-        delay = min(next(delays), max(0.0, give_up - time.monotonic()))
-        time.sleep(min(delay, max(seen.remaining, 0.001)) if seen else delay)
-
-
-class WaitOver(Exception):
-    """The database gave the row's lock to nobody in time."""
-
-
-def _select(
-    connection: BaseDatabaseWrapper, key: str, left: float, wait: PessimisticWait
-) -> models.DistributedLock | None:
-    """Lock the row if it is free of a lease; ``None`` if it isn't, or can't be seen."""
-    nowait = left == 0 and not wait.skip
-    rows = models.DistributedLock.objects.using(connection.alias).filter(
-        # By range, InnoDB lets go of a row that turns out not to match; "key = …"
-        # keeps it locked.
-        key__in=[key, f"{key}\0"] if connection.vendor == "mysql" else [key],
-        expires_at__lte=UtcNow(),
-    )
-    rows = rows.select_for_update(nowait=nowait, skip_locked=wait.skip)
-    limit = None if nowait or wait.skip or left > 86400 else left
-    try:
-        with _bounded(connection, limit):
-            row: models.DistributedLock | None = next(iter(rows), None)
-            return row
-    except OperationalError as error:
-        if _is_lock_timeout(connection, error):
-            raise WaitOver from error
-        raise
-
-
-_MYSQL_WAIT_OVER = {1205, 1969, 3024, 3572}
-
-
-def _is_lock_timeout(connection: BaseDatabaseWrapper, error: OperationalError) -> bool:
-    if connection.vendor == "mysql":
-        return error.args[0] in _MYSQL_WAIT_OVER
-    return transactions.sqlstate(error) == "55P03"
-
-
-@contextmanager
-def _bounded(connection: BaseDatabaseWrapper, limit: float | None) -> Iterator[None]:
-    """Bound how long a statement waits, in fractions of a second."""
-    if connection.vendor == "postgresql":
-        milliseconds = 0 if limit is None else max(1, round(limit * 1000))
-        # The savepoint keeps the transaction usable after a wait that ran out, and
-        # going back to it undoes the setting.
-        with transaction.atomic(using=connection.alias):
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    "SELECT current_setting('lock_timeout'), "
-                    "set_config('lock_timeout', %s, true)",
-                    [f"{milliseconds}ms"],
-                )
-                before = cursor.fetchone()[0]
-            yield
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
-    elif limit is None:
-        yield
-    else:
-        with connection.execute_wrapper(partial(_with_limit, connection, limit)):
-            yield
-
-
-def _with_limit(
-    connection: Any,
-    limit: float,
-    execute: Callable[..., Any],
-    sql: str,
-    params: Any,
-    many: bool,
-    context: Any,
-) -> Any:
-    limit = max(limit, 0.001)
-    if connection.mysql_is_mariadb:
-        sql = f"SET STATEMENT max_statement_time={limit:.6f} FOR {sql}"
-    else:
-        hint = f"SELECT /*+ MAX_EXECUTION_TIME({max(1, round(limit * 1000))}) */"
-        sql = sql.replace("SELECT", hint, 1)
-    return execute(sql, params, many, context)
-
-
-def _refuse_stale_snapshot(
-    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, seen: Reading
-) -> None:
-    """Raise if the row will never be seen free in this transaction."""
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute("SHOW transaction_isolation")
+        backend = backends[self.backend]
+        wait = self._wait or PessimisticWait(backend.timeout)
+        using = _database(backend)
+        connection = connections[using]
+        row_locks.refuse_nesting(using, self.key)
+        if in_transaction(connection):
+            yield row_locks.lock_row(using, self.key, wait)
+        elif connection.vendor == "sqlite" and not connection.in_atomic_block:
+            with row_locks.sqlite_transaction(connection, self.key, wait) as row:
+                yield row
         else:
-            # tx_isolation or transaction_isolation, by version.
-            cursor.execute("SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
-        isolation = cursor.fetchone()[-1].lower().replace("-", " ")
-    if isolation in {"read committed", "read uncommitted"}:
-        return
-    if connection.vendor == "postgresql":
-        raise OperationalError(
-            f"The row of the lock {key!r} changed after this transaction's snapshot "
-            f"({isolation}) was taken, which therefore can't lock it. Take the lock "
-            f"before the transaction reads anything."
+            with transaction.atomic(using=using):
+                yield row_locks.lock_row(using, self.key, wait)
+
+
+def _database(backend: BaseBackend) -> str:
+    """Return the database whose transaction is to lock the row."""
+    using: str | None = getattr(backend, "using", None)
+    if using is None:
+        raise NotSupportedError(
+            f"The backend {backend.alias!r} keeps no rows that a transaction could "
+            f"lock; use distributed_lock."
         )
-    # A lease was granted in the same instant, and InnoDB keeps its row locked here.
-    transaction.set_rollback(True, using=connection.alias)
-    raise _timeout(key, wait, seen)
-
-
-def _refuse(key: str, wait: PessimisticWait, seen: Reading) -> None:
-    """Do what is to be done about a key that stayed taken."""
-    if not wait.skip:
-        raise _timeout(key, wait, seen)
-
-
-def _timeout(key: str, wait: PessimisticWait, seen: Reading) -> LockTimeout:
-    leased = seen.remaining > 0
-    return LockTimeout(
-        key,
-        timeout=wait.timeout,
-        holder=seen.holder if leased else "",
-        note=seen.note if leased else "",
-        acquired_at=seen.acquired_at if leased else None,
-        retry_after=seen.remaining,
-    )
-
-
-# SQLite
-
-
-def _lock_sqlite(
-    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait
-) -> models.DistributedLock | None:
-    """Take the database's only write lock, in the transaction that is open."""
-    give_up = time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
-    for delay in polls():
-        seen = models.read(connection, key) or Reading()
-        left = give_up - time.monotonic()
-        if seen.remaining <= 0 or left <= 0:
-            break
-        time.sleep(min(delay, left, seen.remaining))
-    rows = models.DistributedLock.objects.using(connection.alias).filter(key=key)
-    try:
-        with busy_timeout(connection, max(0.0, left)):
-            models.ensure_row(connection, key)
-            rows.update(version=F("version"))
-    except WaitOver:
-        _refuse(key, wait, Reading())
-        return None
-    seen = models.read(connection, key) or Reading()
-    if seen.remaining > 0:
-        _refuse(key, wait, seen)
-        return None
-    row: models.DistributedLock = rows.get()
-    return row
-
-
-@contextmanager
-def busy_timeout(
-    connection: BaseDatabaseWrapper, timeout: float | None
-) -> Iterator[None]:
-    """Bound how long SQLite waits for its write lock; running out is ``WaitOver``."""
-    limit = FOREVER if timeout is None else timeout
-    started = time.monotonic()
-    before = _set_busy_timeout(connection, limit)
-    try:
-        yield
-    except OperationalError as error:
-        waited = time.monotonic() - started >= 0.9 * limit
-        snapshot = transactions.is_serialization_failure(connection, error)
-        if snapshot or not waited or not transactions.is_transient(connection, error):
-            raise
-        raise WaitOver from error
-    finally:
-        _set_busy_timeout(connection, before)
-
-
-def _set_busy_timeout(connection: BaseDatabaseWrapper, seconds: float) -> float:
-    connection.ensure_connection()
-    raw: Any = connection.connection
-    before: float = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
-    raw.execute(f"PRAGMA busy_timeout = {min(round(seconds * 1000), 2**31 - 1)}")
-    return before
+    outside = using != DEFAULT_DB_ALIAS
+    if outside and not in_transaction(connections[using]):
+        raise NotSupportedError(
+            f"The locks are in the database {using!r}: a row locked there says nothing "
+            f"about a transaction on {DEFAULT_DB_ALIAS!r}. Use distributed_lock with "
+            f"atomic=True, or open transaction.atomic(using={using!r}) around it."
+        )
+    return using

@@ -200,8 +200,8 @@ class BaseBackend(ABC):
             f"can't be in one transaction. Use lease.check() or the fencing token."
         )
 
-    def pin(self, grant: Grant, using: str, pins: ExitStack) -> None:
-        """Guard a transaction on ``using`` that is about to commit.
+    def pin(self, grant: Grant, aliases: Sequence[str], pins: ExitStack) -> None:
+        """Guard the transactions on some databases that are about to commit.
 
         Args:
             pins: Closed after the commit; what must last until then goes in there.

@@ -150,9 +150,9 @@ class DatabaseBackend(BaseBackend):
             )
         self._verify(connection, grant)
 
-    def pin(self, grant: Grant, using: str, pins: ExitStack) -> None:
-        if using == self.using:
-            self._verify(connections[using], grant)
+    def pin(self, grant: Grant, aliases: Sequence[str], pins: ExitStack) -> None:
+        if self.using in aliases:
+            self._verify(connections[self.using], grant)
             return
         connection = transactions.separate_connection(self.using)
         pins.callback(transactions.close, connection)

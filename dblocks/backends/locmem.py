@@ -1,0 +1,211 @@
+"""Locks in the memory of one process: for tests, and for projects of one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from .. import arguments, clock
+from ..signals import lock_force_released
+from .base import BaseBackend, Grant, Reading, Renewal, Renewed, Request
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A key's state; the moments are of the local clock."""
+
+    version: int
+    expires_at: float
+    acquired_at: float | None = None
+    owner: str = ""
+    holder: str = ""
+    note: str = ""
+    hold_count: int = 0
+
+
+class _Table:
+    """The locks of one alias, guarded by one mutex.
+
+    Tokens start above those of all rows that were ever cleared away.
+    """
+
+    def __init__(self) -> None:
+        self.mutex = threading.Lock()
+        self.rows: dict[str, _Row] = {}
+        self.floor = 0
+
+    def row(self, key: str) -> _Row:
+        return self.rows.get(key) or _Row(version=self.floor, expires_at=float("-inf"))
+
+
+_tables: dict[str, _Table] = {}
+
+
+def _after_fork_in_child() -> None:
+    # Another thread may have been inside at the moment of the fork.
+    for table in _tables.values():
+        table.mutex = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class LocMemBackend(BaseBackend):
+    """A table in this process's memory, one for each alias, on this process's clock.
+
+    Keeps the contract of the database's backend within one process, with fencing
+    tokens and without a guard, and needs no database. What is held outlives the
+    ``override_settings`` block it was taken in.
+    """
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        self._table = _tables.setdefault(alias, _Table())
+
+    def try_acquire(self, request: Request, patience: float) -> Grant | Reading:
+        with self._table.mutex:
+            now = clock.monotonic()
+            row = self._table.row(request.key)
+            if row.expires_at <= now:
+                row = _Row(
+                    version=row.version + 1,
+                    expires_at=now + min(request.lease, request.max_hold),
+                    acquired_at=now,
+                    owner=request.owner,
+                    holder=request.holder,
+                    note=request.note,
+                    hold_count=1,
+                )
+            elif row.owner == request.owner:
+                again = row.hold_count + 1 if request.count is None else request.count
+                row = replace(
+                    _extended(row, now, request.lease, request.max_hold),
+                    hold_count=again,
+                )
+            else:
+                return _reading(row, now)
+            self._table.rows[request.key] = row
+            return Grant(request.key, request.owner, row.version)
+
+    def read(self, key: str) -> Reading | None:
+        with self._table.mutex:
+            row = self._table.rows.get(key)
+            return row and _reading(row, clock.monotonic())
+
+    def renew(self, renewals: Sequence[Renewal], patience: float = 1.0) -> Renewed:
+        outcome = Renewed()
+        with self._table.mutex:
+            now = clock.monotonic()
+            for grant, lease, max_hold in (
+                (renewal.grant, renewal.lease, renewal.max_hold) for renewal in renewals
+            ):
+                row = self._table.row(grant.key)
+                reason = _reading(row, now).reason_for(grant)
+                if reason is None:
+                    self._table.rows[grant.key] = _extended(row, now, lease, max_hold)
+                    outcome.extended.add(grant)
+                else:
+                    outcome.lost[grant] = reason
+        return outcome
+
+    def release(
+        self,
+        grant: Grant,
+        *,
+        count: int | None,
+        hold_at_least: float,
+        patience: float,
+    ) -> bool:
+        with self._table.mutex:
+            row = self._table.row(grant.key)
+            if (row.owner, row.version) != (grant.owner, grant.version):
+                return False
+            left = row.hold_count - 1 if count is None else count
+            row = replace(row, hold_count=left)
+            if left <= 0:
+                cooled = (row.acquired_at or 0.0) + hold_at_least
+                now = clock.monotonic()
+                row = replace(row, owner="", expires_at=max(now, cooled))
+            self._table.rows[grant.key] = row
+            return True
+
+    def force_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        older_than: float | timedelta | None = None,
+        by: object = None,
+        reason: str = "",
+    ) -> bool:
+        """Free a key over its holder's head, and fence the holder off.
+
+        The same as the method of that name of ``DistributedLock.objects``, which only
+        knows the database's locks.
+        """
+        key = arguments.key(key)
+        age = 0.0
+        if older_than is not None:
+            age = arguments.duration("older_than", older_than)
+        with self._table.mutex:
+            now = clock.monotonic()
+            row = self._table.row(key)
+            if not row.owner and row.expires_at <= now:
+                return False
+            if version is not None and row.version != version:
+                return False
+            if row.acquired_at is None or now - row.acquired_at < age:
+                return False
+            self._table.rows[key] = _Row(
+                version=row.version + 1,
+                expires_at=now,
+                holder=row.holder,
+                note=row.note,
+            )
+        from ..locks import Lock
+
+        lock_force_released.send_robust(
+            sender=Lock,
+            key=key,
+            backend=self.alias,
+            using=None,
+            owner=row.owner,
+            holder=row.holder,
+            fencing_token=row.version,
+            by=by,
+            reason=reason,
+        )
+        return True
+
+    def clear(self) -> None:
+        """Forget all locks of this alias; tokens go on rising."""
+        with self._table.mutex:
+            versions = [row.version for row in self._table.rows.values()]
+            # One more: whoever holds a forgotten lock finds it force-released.
+            self._table.floor = max([self._table.floor, *(v + 1 for v in versions)])
+            self._table.rows.clear()
+
+
+def _extended(row: _Row, now: float, lease: float, max_hold: float) -> _Row:
+    assert row.acquired_at is not None
+    end = min(now + lease, row.acquired_at + max_hold)
+    return replace(row, expires_at=max(row.expires_at, end))
+
+
+def _reading(row: _Row, now: float) -> Reading:
+    acquired_at = None
+    if row.acquired_at is not None:
+        held_for = timedelta(seconds=now - row.acquired_at)
+        acquired_at = datetime.now(timezone.utc) - held_for
+    return Reading(
+        owner=row.owner,
+        holder=row.holder,
+        note=row.note,
+        version=row.version,
+        acquired_at=acquired_at,
+        remaining=row.expires_at - now,
+    )

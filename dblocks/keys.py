@@ -1,0 +1,125 @@
+"""Keys that are built from the arguments of a call."""
+
+from __future__ import annotations
+
+import inspect
+import string
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from . import arguments
+from .exceptions import InvalidKey
+
+KeyMaker = Callable[[tuple[Any, ...], dict[str, Any]], str]
+
+
+class _Formatter(string.Formatter):
+    """``str.format`` without positional fields, and without ``None``."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        value, first = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise InvalidKey(
+                f"the field {{{field_name}}} of the key's template is None: all "
+                f"calls without a value would share one lock"
+            )
+        return value, first
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        try:
+            return kwargs[key]
+        except KeyError:
+            raise TypeError(
+                f"the key's template has the field {{{key}}}, and the call has no "
+                f"argument of that name"
+            ) from None
+
+
+_formatter = _Formatter()
+
+
+def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMaker:
+    """Return what makes the key of a call of ``function`` from its arguments.
+
+    Args:
+        key: A ``str.format`` template over the call's bound arguments, or a callable
+            that gets the call's arguments.
+
+    Raises:
+        TypeError: A field of the template is no parameter of the function.
+        InvalidKey: The template is malformed.
+    """
+    if callable(key):
+        call = key
+        return lambda args, kwargs: arguments.key(call(*args, **kwargs))
+    template = key
+    fields = set(_fields(template))
+    if not fields:
+        literal = arguments.key(template.format())
+        return lambda args, kwargs: literal
+    signature = _signature(function)
+    _check_fields(template, fields, signature, function)
+
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                values = {**value, name: value, **values}
+            else:
+                values[name] = value
+        return arguments.key(_formatter.vformat(template, (), values))
+
+    return make
+
+
+def _fields(template: str) -> Iterator[str]:
+    """Yield the names that a template begins its fields with, nested ones too."""
+    try:
+        parsed = list(_formatter.parse(template))
+    except ValueError as error:
+        raise InvalidKey(
+            f"key is no str.format template: {template!r} ({error}); write {{{{ and "
+            f"}}}} for braces"
+        ) from error
+    for _, field, spec, _ in parsed:
+        if field is not None:
+            yield field.partition(".")[0].partition("[")[0]
+        if spec:
+            yield from _fields(spec)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    # The bound method that method_decorator() hands over, in a partial that claims
+    # to wrap the unbound one.
+    if isinstance(function, partial) and not function.args and not function.keywords:
+        function = function.func
+    return inspect.signature(function)
+
+
+def _check_fields(
+    template: str,
+    fields: set[str],
+    signature: inspect.Signature,
+    function: Callable[..., Any],
+) -> None:
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    for field in sorted(fields):
+        if not field or field.isdigit():
+            raise TypeError(
+                f"the key's template {template!r} has a positional field; name the "
+                f"parameters of {_name(function)}() instead: "
+                f"{', '.join(signature.parameters) or 'it has none'}"
+            )
+        if field not in signature.parameters and not takes_any:
+            raise TypeError(
+                f"the key's template {template!r} has the field {{{field}}}, which is "
+                f"no parameter of {_name(function)}{signature}"
+            )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", function))

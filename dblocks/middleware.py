@@ -1,0 +1,23 @@
+"""The answer 423 for a ``LockTimeout`` that escapes any view."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponse
+from django.utils.deprecation import MiddlewareMixin
+
+from .exceptions import LockTimeout
+from .views import locked_response
+
+
+class LockTimeoutMiddleware(MiddlewareMixin):
+    """Answers 423 Locked, as a decorated view does, instead of 500.
+
+    Works on sync and async stacks. Other errors, ``LeaseLost`` among them, pass.
+    """
+
+    def process_exception(
+        self, request: HttpRequest, exception: Exception
+    ) -> HttpResponse | None:
+        if isinstance(exception, LockTimeout):
+            return locked_response(request, exception)
+        return None
