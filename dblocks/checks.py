@@ -227,12 +227,12 @@ def _check_mysql(
     yield from _check_collation(connection, collation)
     version: tuple[int, ...] = connection.mysql_version  # type: ignore[attr-defined]
     mariadb: bool = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-    oldest, dotted = (10, 6) if mariadb else (8, 0, 11), ".".join(map(str, version))
+    oldest = (10, 6) if mariadb else (8, 0, 11)
     if version < oldest:
         yield _warning(
             "W007",
-            f"The server of {connection.alias!r}, {'.'.join(map(str, version))}, is too "
-            f"old for locks.",
+            f"The server of {connection.alias!r} is too old for locks: "
+            f"{'.'.join(map(str, version))}.",
             "dblocks needs MariaDB 10.6 or MySQL 8.0.11 or newer (SKIP LOCKED).",
         )
 
