@@ -185,3 +185,21 @@ class RowIn(Func):
         ]
         values = "VALUES " * (connection.vendor == "sqlite")
         return f"{tuples[0]} IN ({values}{', '.join(tuples[1:])})", params
+
+
+class NobodyQueues(Func):
+    """``NobodyQueues(gate)``: no session has the lock of that name or number.
+
+    On PostgreSQL it is taken for the moment of the statement, whose commit frees it.
+    """
+
+    output_field = BooleanField()
+    conditional = True
+    arity = 1
+
+    def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        return self.as_sql(compiler, connection, function="IS_FREE_LOCK", **context)
+
+    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        function = "PG_TRY_ADVISORY_XACT_LOCK"
+        return self.as_sql(compiler, connection, function=function, **context)

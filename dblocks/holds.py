@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import clock
 from .backends.base import FOREVER, BaseBackend, Grant, Renewal
+from .waiting import Gate
 
 if TYPE_CHECKING:
     from .locks import Lease
@@ -50,6 +51,7 @@ class Hold:
         written: How many of them the database has counted.
         test_connection: The connection of a ``TestCase`` that it was granted on.
         owed: A renewal is due there.
+        gate: The gate that it was queued for at, kept until it is released.
         failing: The last renewal failed, or has not come back.
         lost_reason: Why it is lost, once that is known.
         closed: The last lease was released.
@@ -74,6 +76,7 @@ class Hold:
         self.leases = 0
         self.written = 0
         self.test_connection: object = None
+        self.gate: Gate | None = None
         self.owed = False
         self.failing = False
         self.lost_reason: str | None = None
@@ -126,6 +129,16 @@ class Hold:
 
         timekeeper.discard(self)
         announce_loss(self, reason)
+        if self.gate is not None:
+            # Not here: this may be the timekeeper, which does no I/O.
+            threading.Thread(target=self.leave_gate, daemon=True).start()
+
+    def leave_gate(self) -> None:
+        """Let the next waiter in, if this one queued."""
+        with self.mutex:
+            gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.leave()
 
 
 class Registry:

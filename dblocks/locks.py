@@ -11,7 +11,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,12 +24,19 @@ from django.utils.asyncio import async_unsafe
 
 from . import arguments, clock, ownership, signals, transactions
 from .arguments import UNSET, OnLocked, Unset
-from .backends.base import FOREVER, BaseBackend, Grant, Reading, Request
+from .backends.base import (
+    FOREVER,
+    PINNED_GRACE,
+    BaseBackend,
+    Grant,
+    Reading,
+    Request,
+)
 from .conf import DEFAULT_ALIAS, backends
 from .exceptions import LeaseLost, LockTimeout
 from .holds import Hold, Terms, registry
 from .renewal import timekeeper
-from .waiting import polls
+from .waiting import Gate, GateClosed, Place, lines
 
 logger = logging.getLogger("dblocks")
 
@@ -38,8 +46,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 PATIENCE = 1.0
 """Seconds for which passing faults are sat out where the caller's wait is shorter."""
 
-PINNED_GRACE = 0.25
-"""Seconds for which a key that is free but pinned by a transaction is tried again."""
+MAX_PAUSE = 5.0
+"""Seconds after which one that stands in line looks whether it is first."""
 
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
@@ -194,23 +202,25 @@ class Lock:
     def _acquiring(
         self, me: ownership.Owner, timeout: float | None
     ) -> Generator[Step, Any, Lease | Reading]:
-        """Acquire in steps: things to call, and seconds to sleep between them."""
+        """Acquire in steps: what to call, and for how long to wait between."""
         key = self._literal_key
         backend = backends[self.backend]
         started = clock.monotonic()
         give_up = started + (FOREVER if timeout is None else timeout)
-        delays = polls()
-        told = False
-        while True:
-            patience = max(give_up - clock.monotonic(), PATIENCE)
-            found: Lease | Reading = yield partial(
-                self._attempt, backend, key, me, patience, started
-            )
-            if isinstance(found, Lease):
-                return found
+        found: Lease | Reading = yield self._try(backend, key, me, started, give_up)
+        if isinstance(found, Lease):
+            return found
+        line, place = lines.join(backend, key)
+        gate: Gate | None = None
+        try:
+            while not line.is_first(place) and clock.monotonic() < give_up:
+                yield Pause(place, min(give_up - clock.monotonic(), MAX_PAUSE))
+            gate = backend.gate(key)
+            delays = backend.pauses(key, alone=gate is not None)
+            told = False
             while True:
                 now = clock.monotonic()
-                # Free, but pinned by a transaction, perhaps for an instant only.
+                # Free, but not to be had, perhaps for an instant only.
                 until = give_up
                 if found.remaining <= 0:
                     until = max(give_up, started + PINNED_GRACE)
@@ -220,13 +230,41 @@ class Lock:
                 if not told and now - started > LONG_WAIT:
                     told = True
                     logger.info("waiting key=%r holder=%s", key, found.holder)
-                delay = min(next(delays), until - now)
-                if found.remaining > 0:
-                    delay = min(delay, found.remaining)
-                yield delay
-                found = (yield partial(backend.read, key)) or Reading()
-                if found.remaining <= 0:
-                    break
+                if gate is not None and not gate.held:
+                    try:
+                        yield Aside(partial(gate.enter, until - now))
+                    except GateClosed:
+                        gate = None
+                        delays = backend.pauses(key, alone=False)
+                else:
+                    delay = min(next(delays), until - now)
+                    if found.remaining > 0:
+                        delay = min(delay, found.remaining)
+                    yield Pause(place, delay)
+                found = (yield Call(partial(backend.read, key))) or Reading()
+                if found.remaining <= 0 or found.owner == self.owner:
+                    queued = gate is not None and gate.held
+                    found = yield self._try(backend, key, me, started, give_up, queued)
+                    if isinstance(found, Lease):
+                        if queued and found.take_gate(gate):
+                            gate = None
+                        return found
+        finally:
+            lines.leave(backend, key, place)
+            if gate is not None:
+                gate.leave()
+
+    def _try(
+        self,
+        backend: BaseBackend,
+        key: str,
+        me: ownership.Owner,
+        started: float,
+        give_up: float,
+        queued: bool = False,
+    ) -> Call:
+        patience = max(give_up - clock.monotonic(), PATIENCE)
+        return Call(partial(self._attempt, backend, key, me, patience, started, queued))
 
     def _attempt(
         self,
@@ -235,6 +273,7 @@ class Lock:
         me: ownership.Owner,
         patience: float,
         started: float,
+        queued: bool,
     ) -> Lease | Reading:
         terms = self._terms(backend)
         if self.owner is None:
@@ -248,7 +287,7 @@ class Lock:
             lease = Lease(self, hold, me, counted=False)
         else:
             sent = clock.monotonic()
-            found = self._ask(backend, key, me, hold, terms, patience)
+            found = self._ask(backend, key, me, hold, terms, patience, queued)
             if isinstance(found, Reading):
                 if hold is None:
                     return found
@@ -293,6 +332,7 @@ class Lock:
         hold: Hold | None,
         terms: Terms,
         patience: float,
+        queued: bool,
     ) -> Grant | Reading:
         if hold is not None:
             owner = hold.grant.owner
@@ -308,6 +348,7 @@ class Lock:
             holder=ownership.holder(me),
             note=self.note,
             count=None if self.owner else 1 if hold is None else hold.leases + 1,
+            queued=queued,
         )
         return backend.try_acquire(request, patience)
 
@@ -561,6 +602,15 @@ class Lease:
 
             run_callbacks(self._hold)
 
+    def take_gate(self, gate: Gate | None) -> bool:
+        """Keep a gate until the release; ``False`` if it isn't needed."""
+        hold = self._hold
+        with hold.mutex:
+            if hold.leases > 1 or hold.gate is not None or not hold.is_live():
+                return False
+            hold.gate = gate
+            return True
+
     # Renewing
 
     @_sync_only
@@ -679,12 +729,17 @@ class Lease:
             return False
         if uncounted:
             return True
-        held = hold.backend.release(
-            hold.grant,
-            count=None if hold.explicit else left,
-            hold_at_least=hold.terms.hold_at_least,
-            patience=PATIENCE,
-        )
+        try:
+            held = hold.backend.release(
+                hold.grant,
+                count=None if hold.explicit else left,
+                hold_at_least=hold.terms.hold_at_least,
+                patience=PATIENCE,
+            )
+        finally:
+            if not left:
+                hold.leave_gate()
+                lines.wake(hold.backend, hold.grant.key)
         if not held:
             hold.lose(hold.backend.reason(hold.grant))
             return False
@@ -836,39 +891,106 @@ def current_lease(key: str | None = None) -> Lease:
 
 # Steps: how acquiring runs, in a thread or in an event loop
 
-Step = Callable[[], object] | float
+
+@dataclass(frozen=True)
+class Call:
+    """Call this where database calls are made; its result is sent back."""
+
+    function: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Call this, which may block; in an event loop in a thread of its own."""
+
+    function: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait until the place is woken, or for so many seconds."""
+
+    place: Place
+    seconds: float
+
+
+Step = Call | Aside | Pause
 
 
 def _run(steps: Generator[Step, Any, T]) -> T:
     """Run steps in this thread."""
     result: object = None
+    error: Exception | None = None
     try:
         while True:
-            step = steps.send(result)
-            if callable(step):
-                result = step()
-            else:
-                time.sleep(step)
-                result = None
+            step = steps.send(result) if error is None else steps.throw(error)
+            result = error = None
+            if isinstance(step, Pause):
+                step.place.wait(step.seconds)
+                continue
+            try:
+                result = step.function()
+            except Exception as caught:
+                error = caught
     except StopIteration as stop:
         value: T = stop.value
         return value
+    finally:
+        steps.close()
 
 
 async def _arun(steps: Generator[Step, Any, T]) -> T:
-    """Run steps from an event loop: calls in a thread, sleeps in the loop."""
+    """Run steps from an event loop: calls in a thread, waits in the loop."""
     result: object = None
+    error: Exception | None = None
     try:
         while True:
-            step = steps.send(result)
-            if callable(step):
-                result = await _Call(step).result()
-            else:
-                await asyncio.sleep(step)
-                result = None
+            step = steps.send(result) if error is None else steps.throw(error)
+            result = error = None
+            try:
+                if isinstance(step, Pause):
+                    await step.place.await_(step.seconds)
+                elif isinstance(step, Aside):
+                    await _aside(step.function)
+                else:
+                    result = await _Call(step.function).result()
+            except Exception as caught:
+                error = caught
     except StopIteration as stop:
         value: T = stop.value
         return value
+    finally:
+        steps.close()
+
+
+async def _aside(function: Callable[[], object]) -> None:
+    """Run a blocking function in a thread of its own.
+
+    Not in the loop's pool, which as many waiting keys could use up, nor in the thread
+    that asgiref shares, where the holder's release would stand behind it.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish(error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def call() -> None:
+        error = None
+        try:
+            function()
+        except Exception as caught:
+            error = caught
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(finish, error)
+
+    threading.Thread(target=call, name="dblocks-gate", daemon=True).start()
+    await done
 
 
 class _Call:

@@ -28,19 +28,24 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When, sql
 from django.db.models.constants import OnConflict
 from django.db.models.functions import Coalesce, Greatest, Least
-from django.db.models.lookups import LessThanOrEqual
+from django.db.models.lookups import LessThan, LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from . import arguments
-from .backends.base import FOREVER, Grant, Reading, Renewal
+from . import arguments, gates
+from .backends.base import FOREVER, PINNED_GRACE, Grant, Reading, Renewal
 from .fields import ExactCharField, GuardConstraint, UTCDateTimeField, as_utc
-from .functions import After, Announced, Locking, RowIn, SecondsUntil, UtcNow
+from .functions import (
+    After,
+    Announced,
+    Locking,
+    NobodyQueues,
+    RowIn,
+    SecondsUntil,
+    UtcNow,
+)
 from .signals import lock_force_released
 from .statements import Slot, Statement, kept
-
-PINNED_GRACE = 0.25
-"""Seconds for which a row that is free but locked by a transaction is tried again."""
 
 RENEWALS_PER_STATEMENT = 250
 
@@ -397,6 +402,8 @@ _KEY, _OWNER, _VERSION = (
 _HOLDER, _NOTE = Slot("holder", _TEXT), Slot("note", _TEXT)
 _COUNT = Slot("count", _INTEGER)
 _LEASE, _MAX_HOLD = Slot("lease"), Slot("max_hold")
+_QUEUED = Slot("queued", models.IntegerField())
+_GATE = Slot("gate", models.BigIntegerField())
 _COOLED = After(F("acquired_at"), Slot("hold_at_least"))
 
 _CURRENT = Q(key=_KEY, owner=_OWNER, version=_VERSION)
@@ -443,6 +450,16 @@ def _acquire(connection: BaseDatabaseWrapper) -> Statement:
     over = _OVER
     condition = Q(key=_KEY) & (over | Q(owner=_OWNER))
     if connection.vendor != "sqlite":
+        # Who is not queueing lets those pass that are, unless they don't come: the
+        # first of them may be a process that was stopped.
+        turn = Case(
+            When(~over, then=Q(owner=_OWNER)),
+            When(LessThan(Value(0), _QUEUED), then=Value(True)),
+            When(expires_at__lte=After(UtcNow(), Value(-PINNED_GRACE)), then=True),
+            default=NobodyQueues(_GATE),
+            output_field=models.BooleanField(),
+        )
+        condition = Q(turn, key=_KEY)
         # Another transaction's row lock answers at once instead of making us wait.
         rows = DistributedLock._base_manager.filter(condition).values("key")
         condition = Q(key=Locking(rows, skip_locked=True, materialize=True))
@@ -603,10 +620,13 @@ def take(
     note: str = "",
     count: int | None = None,
     max_hold: float = FOREVER,
+    queued: bool = True,
 ) -> tuple[Any, ...] | Reading:
     """Grant a key to an owner, or read who has it.
 
     Args:
+        queued: The caller has the key's gate, or there are no gates; otherwise it
+            lets those pass that queue at the gate.
         count: The number of holds that the owner has with this one; ``None`` counts
             up. Who knows it can ask again after a lost reply and have one hold.
         max_hold: No re-entry moves the expiry beyond this long after acquisition.
@@ -624,6 +644,8 @@ def take(
         "note": note,
         "count": count,
         "max_hold": max_hold,
+        "queued": int(queued),
+        "gate": gates.name(connection, key),
     }
     for _attempt in range(3):
         row = _returned(connection, _acquire(connection), values)

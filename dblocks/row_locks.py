@@ -23,7 +23,7 @@ from .arguments import PessimisticWait
 from .backends.base import FOREVER, Reading
 from .exceptions import LockError, LockTimeout
 from .functions import UtcNow
-from .waiting import polls
+from .waiting import pauses
 
 
 def lock_row(
@@ -64,7 +64,7 @@ def _lock(
     started = time.monotonic()
     give_up = started + (FOREVER if wait.timeout is None else wait.timeout)
     transactions.run(using, lambda beside, _: models.ensure_row(beside, key))
-    delays = polls()
+    delays = pauses(alone=False)
     unseen = 0
     while True:
         # By reading, on another connection: a leased row must never stay locked, or
@@ -236,7 +236,7 @@ def _begin_sqlite(
     connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, block: ExitStack
 ) -> models.DistributedLock | None:
     give_up = time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
-    for delay in polls():
+    for delay in pauses(alone=False):
         seen = models.read(connection, key) or Reading()
         left = max(0.0, give_up - time.monotonic())
         if seen.remaining <= 0:
@@ -263,7 +263,7 @@ def _lock_sqlite(
 ) -> models.DistributedLock | None:
     """Take the database's only write lock, in the transaction that is open."""
     give_up = time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
-    for delay in polls():
+    for delay in pauses(alone=False):
         seen = models.read(connection, key) or Reading()
         left = give_up - time.monotonic()
         if seen.remaining <= 0 or left <= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,9 +13,17 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 
 from .. import arguments
+from ..waiting import Gate, pauses
 
 FOREVER = 10.0**9
 """Seconds, some thirty years: the holding limit of a lock that has none."""
+
+PINNED_GRACE = 0.25
+"""Seconds for which a key is tried again that is free but can't be had.
+
+A transaction may have it pinned, perhaps for an instant only; or others queue for it,
+and if they haven't taken it by then, they don't come.
+"""
 
 
 class Grant(NamedTuple):
@@ -37,6 +45,7 @@ class Request:
         count: The number of holds that the owner has with this one, if it knows; a
             request that is repeated after a lost reply then stays one hold.
         max_hold: How long after the acquisition no re-entry moves the expiry.
+        queued: The caller has the key's gate; otherwise it lets those pass that queue.
     """
 
     key: str
@@ -46,6 +55,7 @@ class Request:
     holder: str = ""
     note: str = ""
     count: int | None = None
+    queued: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,14 @@ class BaseBackend(ABC):
         patience: float,
     ) -> bool:
         """Give back one hold, or all but ``count``; say whether it was current."""
+
+    def gate(self, key: str) -> Gate | None:
+        """Return a new gate to queue at for a key, or ``None`` where there is none."""
+        return None
+
+    def pauses(self, key: str, *, alone: bool) -> Iterator[float]:
+        """Yield the seconds to wait before each look at a key."""
+        return pauses(alone=alone)
 
     def renewal_session(self) -> RenewalSession:
         """Return what a renewal thread renews through."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,22 +16,31 @@ from django.db import (
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
-from .. import transactions
+from .. import gates, transactions
 from ..exceptions import LeaseLost, LockError
+from ..waiting import Gate
 from .base import BaseBackend, Grant, Reading, Renewal, RenewalSession, Renewed, Request
 
 
 class DatabaseBackend(BaseBackend):
     """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
 
-    Option ``using``: the database alias; by default the router's for writing.
+    Option ``using``: the database alias; by default the router's for writing. Option
+    ``session_locks``: ``False`` where the server's session locks can't be relied on
+    (behind a pooler that gives each transaction another session); by default that is
+    found out as far as it can be.
     """
 
     has_guard = True
-    option_names = frozenset({"using"})
+    option_names = frozenset({"using", "session_locks"})
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
+        if not isinstance(self.options.get("session_locks", True), bool):
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]['OPTIONS']: session_locks must be True or False, "
+                f"not {self.options['session_locks']!r}."
+            )
         using = self.options.get("using")
         if using is not None and using not in connections:
             raise ImproperlyConfigured(
@@ -67,6 +76,7 @@ class DatabaseBackend(BaseBackend):
                 note=request.note,
                 count=request.count,
                 max_hold=request.max_hold,
+                queued=request.queued or not self._has_gates(connection),
             )
 
         row = transactions.run(self.using, take, patience=patience)
@@ -122,6 +132,19 @@ class DatabaseBackend(BaseBackend):
             )
 
         return transactions.run(self.using, release, patience=patience)
+
+    def _has_gates(self, connection: BaseDatabaseWrapper) -> bool:
+        return self.options.get("session_locks", True) and gates.available(connection)
+
+    def gate(self, key: str) -> Gate | None:
+        if not self._has_gates(connections[self.using]):
+            return None
+        return gates.SessionGate(self.using, key)
+
+    def pauses(self, key: str, *, alone: bool) -> Iterator[float]:
+        # SQLite has no server whose work more looks would hold up.
+        sqlite = connections[self.using].vendor == "sqlite"
+        return super().pauses(key, alone=alone or sqlite)
 
     def renewal_session(self) -> RenewalSession:
         return _DatabaseRenewalSession(self)
