@@ -161,6 +161,19 @@ class Locking(Subquery):
         return f"({sql})", params
 
 
+class AnyOf(Func):
+    """``AnyOf(column, subquery)`` on PostgreSQL, where the subquery runs but once.
+
+    ``IN`` may become a join that runs a locking subquery again for every row.
+    """
+
+    output_field = BooleanField()
+    conditional = True
+    arity = 2
+    template = "%(expressions)s)"
+    arg_joiner = " = ANY(ARRAY"
+
+
 class RowIn(Func):
     """``RowIn([key, owner, version], rows)``: the row is one of those."""
 

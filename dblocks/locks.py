@@ -349,6 +349,7 @@ class Lock:
             note=self.note,
             count=None if self.owner else 1 if hold is None else hold.leases + 1,
             queued=queued,
+            reenter=hold is not None or self.owner is not None,
         )
         return backend.try_acquire(request, patience)
 

@@ -18,26 +18,35 @@ Three rules make them hold on every database:
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import IntegrityError, connections, models, transaction
+from django.db import (
+    DatabaseError,
+    IntegrityError,
+    OperationalError,
+    connections,
+    models,
+    transaction,
+)
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Q, Value, When, sql
 from django.db.models.constants import OnConflict
 from django.db.models.functions import Coalesce, Greatest, Least
-from django.db.models.lookups import LessThan, LessThanOrEqual
+from django.db.models.lookups import LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from . import arguments, gates
+from . import arguments, gates, transactions
 from .backends.base import FOREVER, PINNED_GRACE, Grant, Reading, Renewal
 from .fields import ExactCharField, GuardConstraint, UTCDateTimeField, as_utc
 from .functions import (
     After,
     Announced,
+    AnyOf,
     Locking,
     NobodyQueues,
     RowIn,
@@ -45,9 +54,11 @@ from .functions import (
     UtcNow,
 )
 from .signals import lock_force_released
-from .statements import Slot, Statement, kept
+from .statements import Slot, Statement, kept, kind
 
 RENEWALS_PER_STATEMENT = 250
+
+_LOCK_WAIT_TIMEOUT = 1205
 
 
 class State(models.TextChoices):
@@ -276,7 +287,6 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         age = arguments.duration("older_than", older_than)
         self._for_write = True
         stale = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
-        connection = connections[self.db]
         deleted, after = 0, ""
         while True:
             keys = list(
@@ -287,22 +297,35 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             if not keys:
                 return deleted
             after = keys[-1]
-            ensure_floor(connection)
-            with transaction.atomic(using=self.db):
-                # The floor first: an insert that waits for it reads the raised one.
-                TokenFloor.objects.using(self.db).select_for_update().get(pk=1)
-                skip = connection.features.has_select_for_update_skip_locked
-                rows = stale.filter(key__in=keys).select_for_update(skip_locked=skip)
-                doomed = dict(rows.values_list("key", "version"))
-                if doomed:
-                    TokenFloor.objects.using(self.db).filter(pk=1).update(
-                        value=Greatest(F("value"), Value(max(doomed.values())))
-                    )
-                    deleted += (
-                        self.model._base_manager.using(self.db)
-                        .filter(key__in=doomed)
-                        ._raw_delete(self.db)
-                    )
+            deleted += self._prune(stale.filter(key__in=keys))
+
+    def _prune(self, stale: LockQuerySet) -> int:
+        """Delete rows in a transaction that is repeated if the database asks for it."""
+        connection = connections[self.db]
+        floor = TokenFloor.objects.using(self.db)
+        skip = connection.features.has_select_for_update_skip_locked
+        give_up = time.monotonic() + 1.0
+        ensure_floor(connection)
+        while True:
+            try:
+                with transaction.atomic(using=self.db):
+                    # The floor first: an insert that waits for it reads the raised one.
+                    floor.select_for_update().get(pk=1)
+                    rows = stale.select_for_update(skip_locked=skip)
+                    doomed = dict(rows.values_list("key", "version"))
+                    if doomed:
+                        highest = Value(max(doomed.values()))
+                        floor.filter(pk=1).update(value=Greatest(F("value"), highest))
+                        doomed_rows = self.model._base_manager.using(self.db)
+                        doomed_rows.filter(key__in=doomed)._raw_delete(self.db)
+                return len(doomed)
+            except DatabaseError as error:
+                transient = transactions.is_transient(connection, error)
+                if connection.in_atomic_block or not transient:
+                    raise
+                if time.monotonic() >= give_up:
+                    raise
+                time.sleep(random.uniform(0.005, 0.03))
 
     def for_update(
         self,
@@ -343,8 +366,8 @@ class DistributedLock(models.Model):
 
     key = ExactCharField(_("key"), max_length=255, primary_key=True)
     owner = ExactCharField(_("owner"), max_length=64, blank=True, default="")
-    holder = models.CharField(_("holder"), max_length=255, blank=True, default="")
-    note = models.CharField(_("note"), max_length=255, blank=True, default="")
+    holder = ExactCharField(_("holder"), max_length=255, blank=True, default="")
+    note = ExactCharField(_("note"), max_length=255, blank=True, default="")
     hold_count = models.IntegerField(_("hold count"), default=0)
     version = models.BigIntegerField(_("version"), default=0)
     acquired_at = UTCDateTimeField(_("held since"), null=True, blank=True)
@@ -402,8 +425,11 @@ _KEY, _OWNER, _VERSION = (
 _HOLDER, _NOTE = Slot("holder", _TEXT), Slot("note", _TEXT)
 _COUNT = Slot("count", _INTEGER)
 _LEASE, _MAX_HOLD = Slot("lease"), Slot("max_hold")
-_QUEUED = Slot("queued", models.IntegerField())
-_GATE = Slot("gate", models.BigIntegerField())
+# Who is not queueing lets those pass that are, unless they don't come: the first of
+# them may be a process that was stopped.
+_NOBODY_BEFORE = Q(expires_at__lte=After(UtcNow(), Value(-PINNED_GRACE))) | Q(
+    NobodyQueues(Slot("gate", models.BigIntegerField()))
+)
 _COOLED = After(F("acquired_at"), Slot("hold_at_least"))
 
 _CURRENT = Q(key=_KEY, owner=_OWNER, version=_VERSION)
@@ -432,12 +458,14 @@ def _update(
     return text, params
 
 
-def _returning(connection: BaseDatabaseWrapper) -> str:
+def _returning(connection: BaseDatabaseWrapper, *names: str) -> str:
     """The clause that returns the row, for the databases that have one."""
     if connection.vendor == "mysql":
         return ""
     columns = []
     for field in DistributedLock._meta.concrete_fields:
+        if names and field.attname not in names:
+            continue
         column = connection.ops.quote_name(str(field.column))
         if isinstance(field, UTCDateTimeField) and connection.vendor == "postgresql":
             column = f"({column} AT TIME ZONE 'UTC')"
@@ -445,46 +473,83 @@ def _returning(connection: BaseDatabaseWrapper) -> str:
     return " RETURNING " + ", ".join(columns)
 
 
+_GRANTED: dict[str, Any] = {
+    "version": Announced(F("version") + 1),
+    "hold_count": 1,
+    "holder": _HOLDER,
+    "note": _NOTE,
+    "acquired_at": UtcNow(),
+    "expires_at": After(UtcNow(), _LEASE),
+    "owner": _OWNER,
+}
+
+
+@kept
+def _grant(connection: BaseDatabaseWrapper) -> Statement:
+    return _granting(connection, _NOBODY_BEFORE)
+
+
+@kept
+def _grant_queued(connection: BaseDatabaseWrapper) -> Statement:
+    return _granting(connection, Q())
+
+
+def _granting(connection: BaseDatabaseWrapper, turn: Q) -> Statement:
+    """Grant a free key. Another transaction's row lock answers at once: taken."""
+    free, prefix = Q(key=_KEY) & _OVER, ""
+    if connection.vendor == "postgresql":
+        if turn:
+            # The gate must not be tried, and so taken, for a key that isn't free.
+            free = Q(
+                Case(
+                    When(_OVER, then=turn),
+                    default=False,
+                    output_field=models.BooleanField(),
+                ),
+                key=_KEY,
+            )
+        free = _unlocked(free)
+    elif kind(connection) == "mariadb":
+        free &= turn
+        prefix = "SET STATEMENT innodb_lock_wait_timeout=0 FOR "
+    elif connection.vendor == "mysql":
+        free = _unlocked(free & turn)
+    text, params = _update(connection, free, _GRANTED)
+    return Statement(prefix + text + _returning(connection, "version"), params)
+
+
+def _unlocked(condition: Q) -> Q:
+    rows = DistributedLock._base_manager.filter(condition).values("key")
+    return Q(key=Locking(rows, skip_locked=True, materialize=True))
+
+
 @kept
 def _acquire(connection: BaseDatabaseWrapper) -> Statement:
-    over = _OVER
-    condition = Q(key=_KEY) & (over | Q(owner=_OWNER))
+    """Grant a free key, or count one more hold of the owner that has it."""
+    condition = Q(key=_KEY) & (_OVER | Q(owner=_OWNER))
     if connection.vendor != "sqlite":
-        # Who is not queueing lets those pass that are, unless they don't come: the
-        # first of them may be a process that was stopped.
-        turn = Case(
-            When(~over, then=Q(owner=_OWNER)),
-            When(LessThan(Value(0), _QUEUED), then=Value(True)),
-            When(expires_at__lte=After(UtcNow(), Value(-PINNED_GRACE)), then=True),
-            default=NobodyQueues(_GATE),
-            output_field=models.BooleanField(),
-        )
-        condition = Q(turn, key=_KEY)
-        # Another transaction's row lock answers at once instead of making us wait.
-        rows = DistributedLock._base_manager.filter(condition).values("key")
-        condition = Q(key=Locking(rows, skip_locked=True, materialize=True))
+        condition = _unlocked(condition)
 
-    def renewed_or(field: str, first: Any, again: Any = None) -> Case:
-        return Case(
-            When(over, then=first),
-            default=F(field) if again is None else again,
-            output_field=_field(field),
-        )
+    def by_turn(field: str, again: Any) -> Case:
+        first = _GRANTED[field]
+        return Case(When(_OVER, then=first), default=again, output_field=_field(field))
 
     text, params = _update(
         connection,
         condition,
         {
-            "version": Announced(renewed_or("version", F("version") + 1)),
-            "hold_count": renewed_or(
-                "hold_count", Value(1), Coalesce(_COUNT, F("hold_count") + 1)
+            "version": Announced(
+                Case(
+                    When(_OVER, then=F("version") + 1),
+                    default=F("version"),
+                    output_field=_INTEGER,
+                )
             ),
-            "holder": renewed_or("holder", _HOLDER),
-            "note": renewed_or("note", _NOTE),
-            "acquired_at": renewed_or("acquired_at", UtcNow()),
-            "expires_at": renewed_or(
-                "expires_at", After(UtcNow(), _LEASE), _extended(_LEASE, _MAX_HOLD)
-            ),
+            "hold_count": by_turn("hold_count", Coalesce(_COUNT, F("hold_count") + 1)),
+            "holder": by_turn("holder", F("holder")),
+            "note": by_turn("note", F("note")),
+            "acquired_at": by_turn("acquired_at", F("acquired_at")),
+            "expires_at": by_turn("expires_at", _extended(_LEASE, _MAX_HOLD)),
             "owner": _OWNER,
         },
     )
@@ -544,6 +609,12 @@ def _read(connection: BaseDatabaseWrapper) -> Statement:
 
 
 @kept
+def _free(connection: BaseDatabaseWrapper) -> Statement:
+    freed = {"expires_at": UtcNow(), "owner": "", "hold_count": 0}
+    return Statement(*_update(connection, _CURRENT, freed))
+
+
+@kept
 def _release(connection: BaseDatabaseWrapper) -> Statement:
     left = Coalesce(_COUNT, F("hold_count") - 1, output_field=_INTEGER)
     over = When(LessThanOrEqual(left, 0), then=Greatest(UtcNow(), _COOLED))
@@ -594,6 +665,18 @@ def _returned(
     return rows[0] if rows else None
 
 
+def _granted(
+    connection: BaseDatabaseWrapper, statement: Statement, values: dict[str, object]
+) -> tuple[Any, ...] | None:
+    """Run an update that grants; ``None`` when the row isn't free or is locked."""
+    try:
+        return _returned(connection, statement, values)
+    except OperationalError as error:
+        if kind(connection) == "mariadb" and error.args[0] == _LOCK_WAIT_TIMEOUT:
+            return None
+        raise
+
+
 def _inserted(
     connection: BaseDatabaseWrapper, statement: Statement, values: dict[str, object]
 ) -> tuple[Any, ...] | None:
@@ -621,12 +704,14 @@ def take(
     count: int | None = None,
     max_hold: float = FOREVER,
     queued: bool = True,
+    reenter: bool = True,
 ) -> tuple[Any, ...] | Reading:
     """Grant a key to an owner, or read who has it.
 
     Args:
         queued: The caller has the key's gate, or there are no gates; otherwise it
             lets those pass that queue at the gate.
+        reenter: The owner may hold the key already, and then holds it once more.
         count: The number of holds that the owner has with this one; ``None`` counts
             up. Who knows it can ask again after a lost reply and have one hold.
         max_hold: No re-entry moves the expiry beyond this long after acquisition.
@@ -644,11 +729,16 @@ def take(
         "note": note,
         "count": count,
         "max_hold": max_hold,
-        "queued": int(queued),
-        "gate": gates.name(connection, key),
     }
+    if reenter:
+        statement = _acquire(connection)
+    elif queued or connection.vendor == "sqlite":
+        statement = _grant_queued(connection)
+    else:
+        statement = _grant(connection)
+        values["gate"] = gates.name(connection, key)
     for _attempt in range(3):
-        row = _returned(connection, _acquire(connection), values)
+        row = _granted(connection, statement, values)
         if row is not None:
             return row
         seen = read(connection, key)
@@ -664,15 +754,14 @@ def take(
 
 def ensure_floor(connection: BaseDatabaseWrapper) -> None:
     """Make the floor's row if a flush of the database removed it."""
-    if not TokenFloor.objects.using(connection.alias).exists():
-        _inserted(connection, _create_floor(connection), {})
+    _inserted(connection, _create_floor(connection), {})
 
 
 def ensure_row(connection: BaseDatabaseWrapper, key: str) -> None:
     """Make a free row for a key that has none."""
     while read(connection, key) is None:
-        ensure_floor(connection)
-        _inserted(connection, _create_free(connection), {"key": key})
+        if _inserted(connection, _create_free(connection), {"key": key}) is None:
+            ensure_floor(connection)
 
 
 def read(connection: BaseDatabaseWrapper, key: str) -> Reading | None:
@@ -713,11 +802,10 @@ def release(
     hold_at_least: float = 0.0,
 ) -> bool:
     """Give back one hold, or all but ``count``; return whether it was current."""
-    values: dict[str, object] = {
-        **grant._asdict(),
-        "count": count,
-        "hold_at_least": hold_at_least,
-    }
+    values: dict[str, object] = grant._asdict()
+    if count == 0 and not hold_at_least:
+        return bool(_affected(connection, _free(connection), values))
+    values |= {"count": count, "hold_at_least": hold_at_least}
     return bool(_affected(connection, _release(connection), values))
 
 
@@ -774,7 +862,7 @@ def _renew_batch(
         return _renew_batch_joined(connection, batch, rows, extended, overdue)
     if connection.vendor == "postgresql" and not wait:
         locking = Locking(rows, strength="NO KEY UPDATE", skip_locked=True)
-        current = Q(key__in=locking)
+        current = Q(AnyOf("key", locking))
     text, params = _update(connection, current, extended)
     if connection.vendor == "mysql":
         statement = Statement(text, params)

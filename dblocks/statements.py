@@ -61,17 +61,33 @@ class Statement:
         return cursor
 
 
+_kinds: dict[tuple[object, ...], str] = {}
+
+
+def kind(connection: BaseDatabaseWrapper) -> str:
+    """Return ``"mariadb"`` or the connection's vendor; asks each server once."""
+    if connection.vendor != "mysql":
+        return connection.vendor
+    settings = connection.settings_dict
+    server = (settings["ENGINE"], settings["HOST"], settings["PORT"])
+    if server not in _kinds:
+        mariadb: bool = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+        _kinds[server] = "mariadb" if mariadb else "mysql"
+    return _kinds[server]
+
+
 def kept(
     build: Callable[[BaseDatabaseWrapper], Statement],
 ) -> Callable[[BaseDatabaseWrapper], Statement]:
-    """Decorate the function that builds a statement: build once a vendor."""
+    """Decorate the function that builds a statement: build once a kind of database."""
     statements: dict[str, Statement] = {}
 
     @wraps(build)
     def statement(connection: BaseDatabaseWrapper) -> Statement:
+        name = kind(connection)
         try:
-            return statements[connection.vendor]
+            return statements[name]
         except KeyError:
-            return statements.setdefault(connection.vendor, build(connection))
+            return statements.setdefault(name, build(connection))
 
     return statement

@@ -46,6 +46,7 @@ class Request:
             request that is repeated after a lost reply then stays one hold.
         max_hold: How long after the acquisition no re-entry moves the expiry.
         queued: The caller has the key's gate; otherwise it lets those pass that queue.
+        reenter: The owner may hold the key already.
     """
 
     key: str
@@ -56,6 +57,7 @@ class Request:
     note: str = ""
     count: int | None = None
     queued: bool = False
+    reenter: bool = True
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class DatabaseBackend(BaseBackend):
                 count=request.count,
                 max_hold=request.max_hold,
                 queued=request.queued or not self._has_gates(connection),
+                # After a lost reply the key may be ours.
+                reenter=request.reenter or doubtful,
             )
 
         row = transactions.run(self.using, take, patience=patience)
@@ -167,6 +169,12 @@ class DatabaseBackend(BaseBackend):
             )
         connection = connections[self.using]
         if not transactions.in_transaction(connection):
+            if transactions.transaction_is_open():
+                raise NotSupportedError(
+                    f"The lock {grant.key!r} is in the database {self.using!r}, where "
+                    f"no transaction is open, and can't be guarded in one on another "
+                    f"database. Use atomic=True, or a FencedModel."
+                )
             raise TransactionManagementError(
                 f"guard() needs an open transaction on the database {self.using!r}: "
                 f"call it inside transaction.atomic(), or use atomic=True."
@@ -194,17 +202,24 @@ class DatabaseBackend(BaseBackend):
         except DatabaseError as error:
             if not transactions.is_serialization_failure(connection, error):
                 raise
-            raise _lost(grant, "taken") from error
+            current = False
         if not current:
-            raise _lost(grant, self.reason(grant))
+            raise LeaseLost(
+                grant.key,
+                fencing_token=grant.version,
+                reason=self._reason_or_taken(grant),
+            )
+
+    def _reason_or_taken(self, grant: Grant) -> str:
+        try:
+            seen = self.read(grant.key)
+        except DatabaseError:
+            seen = None
+        return (seen and seen.reason_for(grant)) or "taken"
 
     def test_connection(self) -> object:
         connection = connections[self.using]
         return connection if transactions.in_test_case(connection) else None
-
-
-def _lost(grant: Grant, reason: str) -> LeaseLost:
-    return LeaseLost(grant.key, fencing_token=grant.version, reason=reason)
 
 
 class _DatabaseRenewalSession(RenewalSession):

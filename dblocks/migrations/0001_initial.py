@@ -55,13 +55,13 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holder",
-                    models.CharField(
+                    dblocks.fields.ExactCharField(
                         blank=True, default="", max_length=255, verbose_name="holder"
                     ),
                 ),
                 (
                     "note",
-                    models.CharField(
+                    dblocks.fields.ExactCharField(
                         blank=True, default="", max_length=255, verbose_name="note"
                     ),
                 ),
