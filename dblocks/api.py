@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -142,15 +143,15 @@ def _is_bare(key: object, caller: FrameType) -> bool:
     """Tell whether ``key`` is the function under a decorator without parentheses.
 
     A callable key looks the same but for this: the function that is being decorated
-    has no name yet where it is being defined.
+    is being defined by the caller, where it has no name yet.
     """
     if isinstance(key, type):
         return True
     if not isinstance(key, FunctionType) or key.__name__ == "<lambda>":
         return False
-    if any(value is key for value in caller.f_locals.values()):
+    function = inspect.unwrap(key)
+    code = getattr(function, "__code__", None)
+    if not any(constant is code for constant in caller.f_code.co_consts):
         return False
-    found: object = sys.modules.get(key.__module__)
-    for name in key.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is not key
+    named = list(caller.f_locals.values())
+    return not any(value is key or value is function for value in named)

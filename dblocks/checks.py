@@ -1,8 +1,9 @@
 """System checks: what can be wrong with a deployment, before it goes wrong.
 
-Each has a section in ``docs/checks.md``. Errors concern the settings alone. What has to
-be asked of a database is a warning and tagged ``database``, so that the first
-``migrate`` isn't stopped by the table that it is about to make.
+Each has a section in ``docs/checks.md``. Errors concern the settings alone. What
+concerns a database is a warning and tagged ``database``, so that the first ``migrate``
+isn't stopped by the table that it is about to make; only what has to be asked of the
+server waits for ``--database``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from django.apps.config import AppConfig
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, connections, router
+from django.db import Error, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -31,6 +32,7 @@ def register() -> None:
     """Register the checks with Django."""
     checks.register(check_settings)
     checks.register(check_deployment)
+    checks.register(check_connections, checks.Tags.database)
     checks.register(check_databases, checks.Tags.database)
 
 
@@ -54,9 +56,16 @@ def _backends() -> Iterator[BaseBackend]:
         return
     for alias in aliases:
         try:
-            yield backends[alias]
+            yield _make(alias)
         except (ImproperlyConfigured, ConnectionDoesNotExist):
             continue
+
+
+def _make(alias: str) -> BaseBackend:
+    backend = backends[alias]
+    if isinstance(backend, DatabaseBackend):
+        connections[backend.using]
+    return backend
 
 
 def check_settings(
@@ -71,8 +80,8 @@ def check_settings(
         return [_error("E001", str(error), hint)]
     for alias in aliases:
         try:
-            backends[alias]
-        except ImproperlyConfigured as error:
+            _make(alias)
+        except (ImproperlyConfigured, ConnectionDoesNotExist) as error:
             messages.append(_error("E001", str(error), hint))
     return messages
 
@@ -80,7 +89,7 @@ def check_settings(
 def check_deployment(
     app_configs: Sequence[AppConfig] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """W004 to W009: what the settings and the process tell of a deployment."""
+    """W006, W008 and W009: what the settings and the process tell."""
     messages: list[checks.CheckMessage] = []
     for backend in _backends():
         messages += _check_backend(backend)
@@ -111,8 +120,25 @@ def _check_backend(backend: BaseBackend) -> Iterator[checks.CheckMessage]:
             f"DBLOCKS[{alias!r}] keeps its locks in the memory of this process.",
             "Use LocMemBackend in tests only: other processes don't see its locks.",
         )
-    if not isinstance(backend, DatabaseBackend):
-        return
+
+
+def check_connections(
+    app_configs: Sequence[AppConfig] | None = None,
+    databases: Sequence[str] | None = None,
+    **kwargs: Any,
+) -> list[checks.CheckMessage]:
+    """W004 and W005: what the settings tell of the lock's database."""
+    messages: list[checks.CheckMessage] = []
+    for backend in _backends():
+        if isinstance(backend, DatabaseBackend) and (
+            databases is None or backend.using in databases
+        ):
+            messages += _check_connection(backend)
+    return messages
+
+
+def _check_connection(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]:
+    alias = backend.alias
     if backend.options.get("using") is None:
         from .models import DistributedLock
 
@@ -162,7 +188,7 @@ def check_databases(
             wanted.discard(backend.using)
             try:
                 messages += _check_database(connections[backend.using])
-            except DatabaseError as error:
+            except Error as error:
                 messages.append(
                     _warning(
                         "W001",

@@ -42,10 +42,21 @@ class Backends:
         given = getattr(settings, "DBLOCKS", None) or {}
         if not isinstance(given, Mapping):
             raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
+        for alias, config in given.items():
+            options = config.get("OPTIONS", {}) if isinstance(config, Mapping) else None
+            if not isinstance(options, Mapping):
+                raise ImproperlyConfigured(
+                    f"DBLOCKS[{alias!r}] and its OPTIONS must be dicts, not {config!r}."
+                )
         return {
             alias: {**DEFAULTS, **config}
             for alias, config in {DEFAULT_ALIAS: {}, **given}.items()
         }
+
+    def check(self, alias: str) -> None:
+        """Raise if the settings lack an alias; before there are any, let it pass."""
+        if settings.configured:
+            self._config(alias)
 
     def __getitem__(self, alias: str) -> BaseBackend:
         try:
@@ -58,23 +69,31 @@ class Backends:
             return self._made[alias]
 
     def _make(self, alias: str) -> BaseBackend:
+        from .backends.base import BaseBackend
+
+        config = self._config(alias)
+        path = config["BACKEND"]
+        try:
+            kind = import_string(path)
+        except (ImportError, AttributeError) as error:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: could not import the backend {path!r}: {error}"
+            ) from error
+        if not isinstance(kind, type) or not issubclass(kind, BaseBackend):
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: {path!r} is no backend of locks."
+            )
+        return kind(alias, config)
+
+    def _config(self, alias: str) -> dict[str, Any]:
         configured = self.settings
         try:
-            config = configured[alias]
+            return configured[alias]
         except KeyError:
             raise ImproperlyConfigured(
                 f"The setting DBLOCKS has no backend {alias!r}; it has: "
                 f"{', '.join(sorted(configured))}."
             ) from None
-        try:
-            kind = import_string(config["BACKEND"])
-        except ImportError as error:
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}]: could not import the backend "
-                f"{config['BACKEND']!r}: {error}"
-            ) from error
-        backend: BaseBackend = kind(alias, config)
-        return backend
 
 
 backends = Backends()

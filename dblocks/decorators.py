@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.http import HttpRequest
 
 from . import keys
 from .arguments import Unset
+from .conf import backends
 from .exceptions import LockTimeout
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ def decorate(lock: Lock, function: Any) -> Any:
     Raises:
         TypeError: It can't be decorated: a generator function, whose body would run
             after the lock was gone; a class; a task object.
+        ImproperlyConfigured: The setting ``DBLOCKS`` lacks the lock's backend.
     """
     if isinstance(function, (classmethod, staticmethod)):
         return type(function)(decorate(lock, function.__func__))
     check_decoratable(function, "distributed_lock")
+    backends.check(lock.backend)
     make_key = keys.maker(lock.key, function)
-    if iscoroutinefunction(function):
+    if _is_async(function):
         if lock.atomic:
             raise TypeError(
                 f"atomic=True can't be used on the async function {_name(function)}: "
@@ -55,12 +58,14 @@ def decorate_with_row(lock: TransactionLock, function: Any) -> Any:
     if isinstance(function, (classmethod, staticmethod)):
         return type(function)(decorate_with_row(lock, function.__func__))
     check_decoratable(function, "transaction_lock")
-    if iscoroutinefunction(function):
-        raise TypeError(
-            f"@transaction_lock can't decorate the async function {_name(function)}: "
-            f"Django has no async transactions. Decorate a sync function and call it "
-            f"through sync_to_async()."
-        )
+    backends.check(lock.backend)
+    refusal = (
+        f"@transaction_lock can't decorate the async function {_name(function)}: "
+        f"Django has no async transactions. Decorate a sync function and call it "
+        f"through sync_to_async()."
+    )
+    if _is_async(function):
+        raise TypeError(refusal)
     make_key = keys.maker(lock.key, function)
 
     @wraps(function)
@@ -68,9 +73,11 @@ def decorate_with_row(lock: TransactionLock, function: Any) -> Any:
         from . import views
 
         one = lock.with_key(make_key(args, kwargs))
-        request = views.request_of(args)
+        request = views.request_of(function, args)
         if request is not None:
             view = views.view_of(function, args)
+            if getattr(view, "view_is_async", False):
+                raise TypeError(refusal)
             if not views.is_view_call(wrapper, function, request, view):
                 request = None
             elif lock.skips:
@@ -105,13 +112,24 @@ def check_decoratable(function: Any, decorator: str) -> None:
         )
     if not callable(function):
         raise TypeError(f"@{decorator} decorates functions, not {function!r}.")
-    plain = function.func if isinstance(function, partial) else function
-    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+    if any(
+        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one)
+        for one in (function, _call_method(function))
+    ):
         raise TypeError(
             f"@{decorator} can't decorate the generator function {name}: its body "
             f"would run after the lock was released. Take the lock inside it, with "
             f"a with block, or lock the function that consumes it."
         )
+
+
+def _call_method(function: Any) -> Any:
+    """Return what a call of an object runs, if that is Python code."""
+    return getattr(function, "__call__", None)  # noqa: B004
+
+
+def _is_async(function: Any) -> bool:
+    return iscoroutinefunction(function) or iscoroutinefunction(_call_method(function))
 
 
 def _name(function: Any) -> str:
@@ -127,7 +145,7 @@ def _decorate_sync(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         one = lock.with_key(make_key(args, kwargs))
-        request = views.request_of(args)
+        request = views.request_of(function, args)
         if request is None:
             try:
                 lease = one.acquire(timeout)
@@ -141,8 +159,8 @@ def _decorate_sync(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
             _refuse_skip(one, function)
             if getattr(view, "view_is_async", False):
                 return _run_async_view(one, function, request, args, kwargs)
-            if not views.RequestTransactions.of(request).opened:
-                views.warn_of_open_transaction(_name(function))
+        if not views.RequestTransactions.of(request).opened:
+            views.warn_of_open_transaction(_name(function))
         try:
             lease = one.acquire(timeout)
         except LockTimeout as error:
@@ -173,7 +191,7 @@ def _decorate_async(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
     @wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         one = lock.with_key(make_key(args, kwargs))
-        request = views.request_of(args)
+        request = views.request_of(function, args)
         if request is not None:
             view = views.view_of(function, args)
             if views.is_view_call(wrapper, function, request, view):
@@ -183,8 +201,7 @@ def _decorate_async(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
         try:
             lease = await one.aacquire(timeout)
         except LockTimeout as error:
-            answer = _locked(one, error, args, kwargs, request)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await _alocked(one, error, args, kwargs, request)
         async with lease:
             response = await function(*args, **kwargs)
         if request is not None:
@@ -216,8 +233,7 @@ async def _run_async_view(
     try:
         lease = await lock.aacquire(_timeout(lock))
     except LockTimeout as error:
-        answer = _locked(lock, error, args, kwargs, request)
-        return await answer if inspect.isawaitable(answer) else answer
+        return await _alocked(lock, error, args, kwargs, request)
     async with lease:
         response = await function(*args, **kwargs)
     views.warn_of_late_work(response, _name(function))
@@ -261,3 +277,16 @@ def _locked(
     if lock.on_locked == "raise" or request is None:
         raise error
     return views.locked_response(request, error)
+
+
+async def _alocked(
+    lock: Lock,
+    error: LockTimeout,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: HttpRequest | None,
+) -> Any:
+    """``_locked`` for async functions, whose ``on_locked`` may be async too."""
+    # In a thread: the project's template may ask the database who is signed in.
+    answer = await sync_to_async(_locked)(lock, error, args, kwargs, request)
+    return await answer if inspect.isawaitable(answer) else answer

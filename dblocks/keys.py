@@ -39,6 +39,19 @@ class _Formatter(string.Formatter):
 _formatter = _Formatter()
 
 
+class _Anything:
+    """Fits every field of a template, so that only the template itself can fail."""
+
+    def __getattr__(self, name: str) -> _Anything:
+        return self
+
+    def __getitem__(self, name: object) -> _Anything:
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return ""
+
+
 def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMaker:
     """Return what makes the key of a call of ``function`` from its arguments.
 
@@ -51,10 +64,22 @@ def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMak
         InvalidKey: The template is malformed.
     """
     if callable(key):
+        if inspect.iscoroutinefunction(key):
+            raise TypeError(
+                f"key={key!r} is an async function: the key must be there before the "
+                f"lock is waited for. Give a plain function that returns it."
+            )
         call = key
         return lambda args, kwargs: arguments.key(call(*args, **kwargs))
     template = key
-    fields = set(_fields(template))
+    try:
+        fields = set(_fields(template))
+        _formatter.vformat(template, (), dict.fromkeys(fields, _Anything()))
+    except ValueError as error:
+        raise InvalidKey(
+            f"key is no str.format template: {template!r} ({error}); write {{{{ and "
+            f"}}}} for braces"
+        ) from error
     if not fields:
         literal = arguments.key(template.format())
         return lambda args, kwargs: literal
@@ -77,14 +102,7 @@ def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMak
 
 def _fields(template: str) -> Iterator[str]:
     """Yield the names that a template begins its fields with, nested ones too."""
-    try:
-        parsed = list(_formatter.parse(template))
-    except ValueError as error:
-        raise InvalidKey(
-            f"key is no str.format template: {template!r} ({error}); write {{{{ and "
-            f"}}}} for braces"
-        ) from error
-    for _, field, spec, _ in parsed:
+    for _, field, spec, _ in _formatter.parse(template):
         if field is not None:
             yield field.partition(".")[0].partition("[")[0]
         if spec:
@@ -92,11 +110,29 @@ def _fields(template: str) -> Iterator[str]:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    # The bound method that method_decorator() hands over, in a partial that claims
-    # to wrap the unbound one.
-    if isinstance(function, partial) and not function.args and not function.keywords:
-        function = function.func
-    return inspect.signature(function)
+    """Return what a call of the function takes, below decorators that keep that."""
+    inner = inspect.unwrap(function, stop=_wraps_something_else)
+    if isinstance(inner, partial):
+        if not inner.args and not inner.keywords:
+            return inspect.signature(inner.func)
+        return inspect.signature(inner, follow_wrapped=False)
+    if hasattr(inner, "__wrapped__"):
+        return inspect.signature(inner, follow_wrapped=False)
+    return inspect.signature(inner)
+
+
+def _wraps_something_else(function: Any) -> bool:
+    """Tell whether ``__wrapped__`` takes other arguments than the function does.
+
+    method_decorator() hands over the bound method in a partial that claims to wrap the
+    unbound one; as_view() returns a function that claims to wrap what the view's
+    ``dispatch`` does.
+    """
+    if isinstance(function, partial):
+        return True
+    return hasattr(function, "view_class") and not hasattr(
+        function.__wrapped__, "view_class"
+    )
 
 
 def _check_fields(

@@ -207,14 +207,34 @@ class Lock:
         backend = backends[self.backend]
         started = clock.monotonic()
         give_up = started + (FOREVER if timeout is None else timeout)
-        found: Lease | Reading = yield self._try(backend, key, me, started, give_up)
-        if isinstance(found, Lease):
-            return found
+        found: Lease | Reading
+        seen: Reading | None = None
+        if (
+            timeout == 0
+            or self.owner is not None
+            or (backend, key) in me.holds
+            or not backend.can_write()
+        ):
+            # Not behind those who may be waiting for this owner itself.
+            found = yield self._try(backend, key, me, started, give_up)
+            if isinstance(found, Lease):
+                return found
+            seen = found
         line, place = lines.join(backend, key)
         gate: Gate | None = None
         try:
             while not line.is_first(place) and clock.monotonic() < give_up:
                 yield Pause(place, min(give_up - clock.monotonic(), MAX_PAUSE))
+            if seen is None and not line.is_first(place):
+                # Its time is over: what the first has seen holds for all.
+                seen = line.last_seen()
+            if seen is None:
+                found = yield self._try(backend, key, me, started, give_up)
+                if isinstance(found, Lease):
+                    return found
+                seen = found
+            line.saw(seen)
+            found = seen
             gate = backend.gate(key)
             delays = backend.pauses(key, alone=gate is not None)
             told = False
@@ -242,6 +262,7 @@ class Lock:
                         delay = min(delay, found.remaining)
                     yield Pause(place, delay)
                 found = (yield Call(partial(backend.read, key))) or Reading()
+                line.saw(found)
                 if found.remaining <= 0 or found.owner == self.owner:
                     queued = gate is not None and gate.held
                     found = yield self._try(backend, key, me, started, give_up, queued)
@@ -1011,23 +1032,26 @@ class _Call:
                 self._abandoned = True
                 lease, self._lease = self._lease, None
             if lease is not None:
-                threading.Thread(target=_give_back, args=[lease], daemon=True).start()
+                # In the thread that it was taken in, whose connection may be the only
+                # one that sees it (a TestCase's); a second cancel doesn't stop it.
+                returning = asyncio.ensure_future(sync_to_async(_give_back)(lease))
+                await asyncio.shield(returning)
             raise
 
     def _run(self) -> object:
-        if self._is_abandoned():
+        if not self._is_awaited(None):
             return None
         result = self._function()
-        if isinstance(result, Lease):
-            with self._mutex:
-                self._lease = result
-            if self._is_abandoned():
-                _give_back(result)
+        lease = result if isinstance(result, Lease) else None
+        if not self._is_awaited(lease) and lease is not None:
+            _give_back(lease)
         return result
 
-    def _is_abandoned(self) -> bool:
+    def _is_awaited(self, lease: Lease | None) -> bool:
+        """Tell whether somebody waits; who ceases to from now on gives this back."""
         with self._mutex:
-            return self._abandoned
+            self._lease = None if self._abandoned else lease
+            return not self._abandoned
 
 
 def _give_back(lease: Lease) -> None:

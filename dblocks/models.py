@@ -18,9 +18,10 @@ Three rules make them hold on every database:
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ from .functions import (
 )
 from .signals import lock_force_released
 from .statements import Slot, Statement, kept, kind
+
+logger = logging.getLogger("dblocks")
 
 RENEWALS_PER_STATEMENT = 250
 
@@ -257,6 +260,15 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 expires_at=UtcNow(),
             ):
                 break
+        logger.warning(
+            "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
+            key,
+            row.owner,
+            row.holder,
+            row.version,
+            by,
+            reason,
+        )
         lock_force_released.send_robust(
             sender=DistributedLock,
             key=key,
@@ -270,23 +282,32 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         )
         return True
 
+    def stale(self, older_than: float | timedelta) -> LockQuerySet:
+        """Return the locks whose key has been free, or overdue, for ``older_than``."""
+        age = arguments.duration("older_than", older_than)
+        rows: LockQuerySet = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
+        return rows
+
     def prune(
         self,
         older_than: float | timedelta,
         *,
         batch_size: int = 500,
+        progress: Callable[[int], object] | None = None,
     ) -> int:
         """Delete rows whose key has been free, or overdue, for ``older_than``.
 
         Works in batches of ``batch_size`` rows, each in a transaction of its own that
         locks only what it deletes and passes over rows that are at work.
 
+        Args:
+            progress: Called after each batch with how many were deleted so far.
+
         Returns:
             How many rows were deleted.
         """
-        age = arguments.duration("older_than", older_than)
         self._for_write = True
-        stale = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
+        stale = self.stale(older_than)
         deleted, after = 0, ""
         while True:
             keys = list(
@@ -298,6 +319,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 return deleted
             after = keys[-1]
             deleted += self._prune(stale.filter(key__in=keys))
+            if progress is not None:
+                progress(deleted)
 
     def _prune(self, stale: LockQuerySet) -> int:
         """Delete rows in a transaction that is repeated if the database asks for it."""
@@ -871,6 +894,13 @@ def _renew_batch(
     with Statement(f"{text} RETURNING {key}", params).execute(connection, {}) as cursor:
         keys = {key for (key,) in cursor.fetchall()}
     return {grant for grant in grants if grant.key in keys}
+
+
+def make_older(connection: BaseDatabaseWrapper, seconds: float) -> None:
+    """Move all moments into the past, as if that much time had gone by; for tests."""
+    ago = Value(-seconds)
+    older = {name: After(F(name), ago) for name in sorted(_MOMENTS)}
+    _affected(connection, Statement(*_update(connection, Q(), older)), {})
 
 
 def _renew_batch_joined(

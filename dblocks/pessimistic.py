@@ -39,10 +39,16 @@ class TransactionLock:
     ) -> None:
         self.key = key if callable(key) else arguments.key(key)
         self.backend = arguments.text("backend", backend)
-        given = None if isinstance(timeout, Unset) else timeout
-        wait = arguments.pessimistic_wait(nowait, skip_locked, given)
-        from_settings = isinstance(timeout, Unset) and not nowait and not skip_locked
-        self._wait = None if from_settings else wait
+        unset = isinstance(timeout, Unset)
+        if timeout is None and (nowait or skip_locked):
+            raise ValueError(
+                "timeout=None waits for ever, nowait=True and skip_locked=True not at "
+                "all: leave one out"
+            )
+        wait = arguments.pessimistic_wait(
+            nowait, skip_locked, None if unset else timeout
+        )
+        self._wait = None if unset and not nowait and not skip_locked else wait
         self._entered = threading.local()
 
     def __repr__(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 from django.conf import settings
@@ -65,9 +68,9 @@ def _prefers_json(request: HttpRequest) -> bool:
 # Who calls
 
 
-def request_of(args: tuple[Any, ...]) -> HttpRequest | None:
+def request_of(function: Any, args: tuple[Any, ...]) -> HttpRequest | None:
     """Return the request that a call's first argument, after ``self``, is."""
-    for argument in args[:2]:
+    for argument in args[: 2 if _is_method(function) else 1]:
         if isinstance(argument, HttpRequest):
             return argument
         drf = sys.modules.get("rest_framework.request")
@@ -75,6 +78,12 @@ def request_of(args: tuple[Any, ...]) -> HttpRequest | None:
             request: HttpRequest = argument
             return request
     return None
+
+
+def _is_method(function: Any) -> bool:
+    """Tell whether a function was defined in the body of a class."""
+    scope = getattr(function, "__qualname__", "").rpartition(".")[0]
+    return bool(scope) and not scope.endswith("<locals>")
 
 
 def _http(request: Any) -> HttpRequest:
@@ -85,10 +94,14 @@ def _http(request: Any) -> HttpRequest:
 
 def view_of(function: Any, args: tuple[Any, ...]) -> View | None:
     """Return the class-based view whose method is called, if it is one's."""
-    bound = getattr(getattr(function, "func", function), "__self__", None)
-    for candidate in (bound, args[0] if args else None):
-        if isinstance(candidate, View):
-            return candidate
+    if args and isinstance(args[0], View):
+        return args[0]
+    while function is not None:
+        # method_decorator() hands over a partial of the bound method.
+        bound = getattr(getattr(function, "func", function), "__self__", None)
+        if isinstance(bound, View):
+            return bound
+        function = getattr(function, "__wrapped__", None)
     return None
 
 
@@ -109,11 +122,23 @@ def is_view_call(
     if kind is not None and _names(kind) == _names(wrapper):
         # REST framework's api_view() makes a class of the function's name.
         return True
+    method = getattr(getattr(function, "func", None), "__func__", None)
+    wanted = [one for one in (wrapper, function, method) if one is not None]
+    return any(layer is one for layer in _layers(target) for one in wanted)
+
+
+def _layers(target: Any) -> Iterator[Any]:
+    """Yield a callable and what it calls, as far as it says what that is."""
     while target is not None:
-        if target is wrapper or target is function:
-            return True
-        target = getattr(target, "__wrapped__", None)
-    return False
+        yield target
+        if isinstance(target, partial):
+            target = target.func
+        elif isinstance(target, MethodType):
+            target = target.__func__
+        elif hasattr(target, "__wrapped__") or inspect.isroutine(target):
+            target = getattr(target, "__wrapped__", None)
+        else:
+            target = type(target).__call__
 
 
 def _names(thing: Any) -> tuple[str, str]:
@@ -181,6 +206,15 @@ class RequestTransactions:
             yield
             return
         self.opened = True
+        try:
+            with self._blocks(aliases):
+                yield
+        finally:
+            # The request may come again, from a middleware that tries twice.
+            self.opened = False
+
+    @contextmanager
+    def _blocks(self, aliases: list[str]) -> Iterator[None]:
         own = [a for a in aliases if any(x.is_in_database(a) for x in self.leases)]
         order = own + [alias for alias in aliases if alias not in own]
         with ExitStack() as pins:
@@ -214,7 +248,9 @@ def warn_of_late_work(response: object, name: str) -> None:
     """In debug mode, warn of a response whose work is still to be done."""
     if not settings.DEBUG or not isinstance(response, HttpResponseBase):
         return
-    unrendered = not getattr(response, "is_rendered", True)
+    # REST framework's responses are rendered late too, from data that are there.
+    template = getattr(response, "template_name", None)
+    unrendered = template is not None and not getattr(response, "is_rendered", True)
     if response.streaming or unrendered:
         warnings.warn(
             f"{name}: this response is {'rendered' if unrendered else 'streamed'} "

@@ -3,7 +3,8 @@
 Three things are piled on each other, and correctness depends on none of them:
 
 * In one process, those that wait for one key stand in a :class:`Line`; only the first
-  asks the database, and a release in the same process wakes it.
+  asks the database, and a release in the same process wakes it. The others cost no
+  statement, no thread and no connection, also when their time runs out.
 * Among processes, the first of each line queues at a :class:`Gate`, which a backend
   may have: a lock of the database session, which the server hands on in order. Who
   has it looks at the row every few milliseconds, and keeps it until the row is
@@ -22,6 +23,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from . import clock
+
+if TYPE_CHECKING:
+    from .backends.base import Reading
 
 LOOK_EVERY = 0.002
 """Seconds between looks at the row of the one that has the gate, at first."""
@@ -86,6 +94,18 @@ class Line:
 
     def __init__(self) -> None:
         self.places: deque[Place] = deque()
+        self._seen: tuple[Reading, float] | None = None
+
+    def saw(self, reading: Reading) -> None:
+        """Note what the database said of the key."""
+        self._seen = reading, clock.monotonic()
+
+    def last_seen(self) -> Reading | None:
+        """Return what it said last, with the time that is left by now."""
+        if self._seen is None:
+            return None
+        reading, at = self._seen
+        return replace(reading, remaining=reading.remaining - (clock.monotonic() - at))
 
     def is_first(self, place: Place) -> bool:
         """Tell whether it is this one's turn to ask the database."""

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from django.conf import settings
 
-pytest_plugins = ["tests.fixtures"]
+pytest_plugins = ["tests.fixtures", "tests.web"]
 
 # The machine may be busy with another database's tests.
 hypothesis.settings.register_profile("dblocks", deadline=None)
@@ -17,6 +17,9 @@ hypothesis.settings.load_profile("dblocks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "database_backend: about the table; not for the other backends"
+    )
     if settings.DATABASES["default"]["NAME"] == ":memory:":
         # Django never closes a connection to a database in memory, and Python 3.13
         # complains about each, in the tests and after the last one, when pytest's own

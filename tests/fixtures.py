@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connection, connections
 from django.test.utils import setup_databases, teardown_databases
 
@@ -68,7 +69,16 @@ def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
             wipe()
 
 
-@pytest.fixture(params=["default"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what takes a backend on each; on the database's alone what is marked so."""
+    if "backend" in metafunc.fixturenames:
+        aliases = ["default"]
+        if metafunc.definition.get_closest_marker("database_backend") is None:
+            aliases += settings.OTHER_BACKENDS
+        metafunc.parametrize("backend", aliases, indirect=True)
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
     """Return the alias of the engine under test, with its storage ready."""
     request.getfixturevalue("committed")
@@ -183,6 +193,13 @@ def workers(committed: None, request: pytest.FixtureRequest) -> Iterator[Workers
     workers = Workers(request.getfixturevalue("fleet"))
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def readers_beside_a_writer(committed: None) -> None:
+    """Apply the test only where other threads can read what a transaction writes to."""
+    if in_memory():
+        pytest.skip("a database in memory locks whole tables, against readers too")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.factories import let_expire, stored
 from tests.fixtures import OtherThread
 from tests.timing import SLACK, always, eventually
 
-pytestmark = pytest.mark.usefixtures("committed")
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 locks = DistributedLock.objects
 Leases = Callable[..., Lease]

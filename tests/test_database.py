@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.db import connection
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
@@ -20,7 +21,7 @@ from tests.factories import LockFactory, let_expire, now, stored
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, eventually, takes
 
-pytestmark = pytest.mark.usefixtures("committed")
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 locks = DistributedLock.objects
 Leases = Callable[..., Lease]
@@ -281,6 +282,7 @@ def test_row_made_by_hand(key: str) -> None:
         assert lease.fencing_token > 41
 
 
+@pytest.mark.usefixtures("readers_beside_a_writer")
 def test_pruning_beside_contention(
     key: str, threads: Callable[[], OtherThread]
 ) -> None:
@@ -315,3 +317,12 @@ def test_pruning_beside_contention(
     assert tokens == sorted(set(tokens))
     assert len(tokens) == 100
     assert all(a[1] <= b[0] for a, b in pairwise(grants))
+
+
+def test_after_a_flush(key: str, obtainable: Obtainable) -> None:
+    """Locks work on after every table was emptied, as TransactionTestCase does."""
+    call_command("flush", interactive=False, verbosity=0)
+    with distributed_lock(key):
+        assert not obtainable()
+    assert obtainable()
+    locks.prune(older_than=0)

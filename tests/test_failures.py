@@ -18,7 +18,7 @@ from tests.factories import stored
 from tests.fixtures import OtherThread
 from tests.timing import SLACK, always, takes
 
-pytestmark = pytest.mark.usefixtures("committed")
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 TABLE = DistributedLock._meta.db_table
 Leases = Callable[..., Lease]

@@ -12,7 +12,7 @@ from dblocks.models import DistributedLock
 from tests.factories import AccountFactory
 from tests.testapp.models import Account
 
-pytestmark = pytest.mark.usefixtures("committed")
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 Leases = Callable[..., Lease]
 
 

@@ -17,7 +17,7 @@ from tests.fixtures import OtherThread
 from tests.testapp.models import Account
 from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
-pytestmark = pytest.mark.usefixtures("committed")
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 locks = DistributedLock.objects
 Leases = Callable[..., Lease]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connection, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import QuerySet
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread
-from tests.timing import eventually
+from tests.fixtures import OtherThread, in_memory
+from tests.timing import DEADLINE, SLACK, eventually
 
 pytestmark = pytest.mark.usefixtures("committed")
 
@@ -130,3 +133,42 @@ def test_connections_that_users_close(
     for _ in range(20):
         cycle()
     eventually(lambda: all_at_most(leftovers(), before), what="no leftovers")
+
+
+def test_cancelled_acquisitions(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that give back what a cancelled task acquired close their connections."""
+    if in_memory():
+        pytest.skip("Django never closes a connection to a database in memory")
+    opened: list[tuple[threading.Thread, BaseDatabaseWrapper]] = []
+    connect = BaseDatabaseWrapper.connect
+
+    def remember(self: BaseDatabaseWrapper) -> None:
+        opened.append((threading.current_thread(), self))
+        connect(self)
+
+    async def cancel_after(delay: float) -> None:
+        task = asyncio.create_task(distributed_lock(key).aacquire(timeout=DEADLINE))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await task).arelease()
+
+    async def main() -> None:
+        for step in range(60):
+            await cancel_after(step * 0.0001)
+        await sync_to_async(connections.close_all)()
+
+    monkeypatch.setattr(BaseDatabaseWrapper, "connect", remember)
+    asyncio.run(main())
+    eventually(lambda: not distributed_lock(key).locked(), what="the release")
+
+    def closed() -> bool:
+        ended = [wrapper for thread, wrapper in opened if not thread.is_alive()]
+        return all(wrapper.connection is None for wrapper in ended)
+
+    try:
+        eventually(closed, within=SLACK, what="closed connections")
+    finally:
+        for thread, wrapper in opened:
+            if not thread.is_alive() and wrapper.connection is not None:
+                wrapper.connection.close()

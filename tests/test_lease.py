@@ -249,6 +249,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     over.set()
 
 
+@pytest.mark.database_backend
 def test_loss_is_noticed_while_a_renewal_hangs(
     acquire: Leases, hang: threading.Event
 ) -> None:
@@ -283,13 +284,13 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, 
     return seen
 
 
+@pytest.mark.database_backend
 def test_a_thousand_leases(
-    lock: Locks, key: str, statements: list[tuple[threading.Thread, str]]
+    acquire: Leases, key: str, statements: list[tuple[threading.Thread, str]]
 ) -> None:
     """A thousand leases are renewed together, with a handful of statements per tick."""
     length, ticks = 3.0, 4
-    locks = [lock(f"{key}:{number}", lease=length) for number in range(1000)]
-    leases = [each.acquire(timeout=0) for each in locks]
+    leases = [acquire(f"{key}:{number}", lease=length) for number in range(1000)]
     statements.clear()
     always(
         lambda: all(lease.held for lease in leases),
@@ -297,8 +298,8 @@ def test_a_thousand_leases(
         what="all thousand held",
     )
     renewals = len(statements)
-    for lease in leases:
-        assert lease.release() is True
+    released = [lease.release() for lease in leases]
+    assert all(released)
     assert ticks - 2 <= renewals <= 20 * ticks, renewals
 
 

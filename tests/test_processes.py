@@ -127,10 +127,14 @@ def test_stopped_holder_is_refused_at_the_guard(workers: Workers, key: str) -> N
 @pytest.mark.usefixtures("two_writers")
 def test_stopped_holder_in_its_transaction(workers: Workers, key: str) -> None:
     """Stopped inside atomic=True, replaced and resumed, it is rolled back."""
-    account = AccountFactory()
+    account, result = AccountFactory.create_batch(2)
     lease_time = 0.6
     holder = workers.start(
-        "add_in_atomic_block", key=key, account=account.pk, lease=lease_time
+        "add_in_atomic_block",
+        key=key,
+        account=account.pk,
+        result=result.pk,
+        lease=lease_time,
     )
     token = holder.expect("read")["token"]
     holder.stop()
@@ -144,8 +148,8 @@ def test_stopped_holder_in_its_transaction(workers: Workers, key: str) -> None:
     lost = holder.expect("lost")
     assert lost["token"] == token
     holder.until_done()
-    account.refresh_from_db()
-    assert account.balance == 100
+    result.refresh_from_db()
+    assert result.balance == 0
 
 
 def test_stopped_holder_that_nobody_replaced(workers: Workers, key: str) -> None:

@@ -96,6 +96,7 @@ def test_lost(acquire: Leases, heard: Heard, key: str) -> None:
     assert heard.threads[-1] is not threading.current_thread()
 
 
+@pytest.mark.database_backend
 def test_force_released(acquire: Leases, heard: Heard, key: str) -> None:
     """A force release is told with who did it and why."""
     acquire(lease=600, renew=False)
@@ -104,6 +105,7 @@ def test_force_released(acquire: Leases, heard: Heard, key: str) -> None:
     assert (said["by"], said["reason"]) == ("operator", "stuck")
 
 
+@pytest.mark.database_backend
 def test_force_release_of_nothing_is_silent(
     backend: str, heard: Heard, key: str
 ) -> None:

@@ -114,6 +114,7 @@ def test_guard_on_the_locks_database(apart: Callable[..., Lock]) -> None:
         lease.guard(using="locks")
 
 
+@pytest.mark.usefixtures("readers_beside_a_writer")
 def test_atomic_across_databases(
     apart: Callable[..., Lock], taken: Callable[[], bool]
 ) -> None:

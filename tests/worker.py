@@ -93,8 +93,14 @@ def count(key: str, account: int, rounds: int, **options: Any) -> None:
         emit("grant", token=lease.fencing_token, before=before, start=start, end=end)
 
 
-def add_in_atomic_block(key: str, account: int, **options: Any) -> None:
-    """Add one to a balance under ``atomic=True``, pausing before the write."""
+def add_in_atomic_block(
+    key: str, account: int, result: int | None = None, **options: Any
+) -> None:
+    """Add one to a balance under ``atomic=True``, pausing before the write.
+
+    With ``result`` the sum goes to that account: a write that no database refuses
+    because of what others wrote.
+    """
     from dblocks import LeaseLost, distributed_lock
     from tests.testapp.models import Account
 
@@ -103,7 +109,7 @@ def add_in_atomic_block(key: str, account: int, **options: Any) -> None:
             balance = Account.objects.get(pk=account).balance
             emit("read", balance=balance, token=lease.fencing_token)
             wait_for("write")
-            Account.objects.filter(pk=account).update(balance=balance + 1)
+            Account.objects.filter(pk=result or account).update(balance=balance + 1)
     except LeaseLost as error:
         emit("lost", reason=error.reason, token=error.fencing_token)
     else:

@@ -94,7 +94,7 @@ class LocMemBackend(BaseBackend):
     def read(self, key: str) -> Reading | None:
         with self._table.mutex:
             row = self._table.rows.get(key)
-            return row and _reading(row, clock.monotonic())
+            return None if row is None else _reading(row, clock.monotonic())
 
     def renew(self, renewals: Sequence[Renewal], patience: float = 1.0) -> Renewed:
         outcome = Renewed()

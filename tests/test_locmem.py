@@ -1,0 +1,211 @@
+"""Locks in memory, beyond what the contract suite asks of every engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import NotSupportedError
+from django.dispatch import Signal
+from django.test import SimpleTestCase, override_settings
+
+from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
+from dblocks.backends.locmem import LocMemBackend
+from dblocks.conf import backends
+from dblocks.test import clear_locks, hold_elsewhere, move_clock
+from tests.test_ownership import in_forked_child
+
+LOCMEM = {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}
+
+
+@pytest.fixture(autouse=True)
+def in_memory(settings: Any) -> Iterator[None]:
+    """All locks of the test are in memory, and none are left."""
+    settings.DBLOCKS = {"default": LOCMEM, "second": LOCMEM}
+    yield
+    for alias in ("default", "second"):
+        clear_locks(alias)
+
+
+def table() -> LocMemBackend:
+    backend = backends["default"]
+    assert isinstance(backend, LocMemBackend)
+    return backend
+
+
+def test_needs_no_database(key: str) -> None:
+    """Locks work where tests may not touch the database."""
+    with distributed_lock(key, lease=30) as lease:
+        lease.renew()
+        with distributed_lock(key):
+            pass
+        assert distributed_lock(key, owner="other").try_acquire() is None
+        assert distributed_lock(key).locked()
+
+
+def test_aliases_are_apart(key: str) -> None:
+    """Each alias has locks of its own."""
+    with (
+        hold_elsewhere(key),
+        distributed_lock(key, backend="second", timeout=0) as lease,
+    ):
+        assert lease.backend == "second"
+
+
+def test_settings_change_while_held(key: str) -> None:
+    """What is held stays so when settings are overridden."""
+    with hold_elsewhere(key) as theirs:
+        with override_settings(DBLOCKS={"default": LOCMEM | {"TIMEOUT": 0}}):
+            assert distributed_lock(key).try_acquire() is None
+        theirs.renew()
+    distributed_lock(key).acquire(timeout=0).release()
+
+
+def test_tokens_rise_over_everything(key: str) -> None:
+    """No token comes twice: not after release, expiry, force release or clearing."""
+    tokens = []
+
+    def take() -> None:
+        with distributed_lock(key, lease=30, timeout=0) as lease:
+            assert lease.fencing_token is not None
+            tokens.append(lease.fencing_token)
+
+    take()
+    take()
+    with hold_elsewhere(key) as theirs:
+        tokens.append(theirs.fencing_token or 0)
+        move_clock(31)
+        take()
+    with hold_elsewhere(key):
+        assert table().force_release(key)
+        take()
+    with hold_elsewhere(key):
+        clear_locks()
+        take()
+    clear_locks()
+    take()
+    assert tokens == sorted(set(tokens))
+
+
+def test_no_guard(key: str) -> None:
+    """There is nothing to pin in a transaction."""
+    with distributed_lock(key) as lease, pytest.raises(NotSupportedError):
+        lease.guard()
+
+
+@pytest.mark.django_db
+def test_atomic_checks_before_the_commit(key: str) -> None:
+    """atomic=True refuses to commit once the lease is over."""
+    with distributed_lock(key, atomic=True):
+        pass
+    with pytest.raises(LeaseLost), distributed_lock(key, atomic=True, lease=30):
+        move_clock(31)
+
+
+class TestForceRelease:
+    """``LocMemBackend.force_release`` does what the manager's does."""
+
+    @pytest.fixture
+    def told(self) -> Iterator[list[dict[str, Any]]]:
+        told: list[dict[str, Any]] = []
+
+        def hear(signal: Signal, sender: Any, **said: Any) -> None:
+            told.append(said)
+
+        with ExitStack() as listening:
+            signals.lock_force_released.connect(hear)
+            listening.callback(signals.lock_force_released.disconnect, hear)
+            yield told
+
+    def test_holder_is_fenced_off(self, key: str, told: list[dict[str, Any]]) -> None:
+        """The key is free, its holder learns of it, and it is told by whom and why."""
+        with pytest.raises(LeaseLost) as caught, distributed_lock(key) as lease:  # noqa: PT012
+            assert table().force_release(key, by="operator", reason="stuck")
+            assert not distributed_lock(key).locked()
+            lease.renew()
+        assert caught.value.reason == lease.lost_reason == "forced"
+        (said,) = told
+        assert (said["key"], said["backend"], said["owner"]) == (
+            key,
+            "default",
+            lease.owner,
+        )
+        assert said["fencing_token"] == lease.fencing_token
+        assert (said["by"], said["reason"]) == ("operator", "stuck")
+
+    def test_only_that_grant(self, key: str) -> None:
+        """With a version or an age, another grant is left alone."""
+        with hold_elsewhere(key, lease=100) as theirs:
+            token = theirs.fencing_token
+            assert token is not None
+            assert not table().force_release(key, version=token - 1)
+            assert not table().force_release(key, older_than=60)
+            assert theirs.held
+            move_clock(61)
+            assert table().force_release(key, version=token, older_than=60)
+
+    def test_nothing_to_release(self, key: str, told: list[dict[str, Any]]) -> None:
+        """A free key is left as it is, in silence."""
+        assert not table().force_release(key)
+        with distributed_lock(key):
+            pass
+        assert not table().force_release(key)
+        assert not told
+
+    def test_ends_cooling(self, key: str) -> None:
+        """A cooling key is free at once."""
+        with distributed_lock(key, hold_at_least=60):
+            pass
+        assert table().force_release(key)
+        distributed_lock(key).acquire(timeout=0).release()
+
+
+def test_readable_by_a_forked_child(key: str) -> None:
+    """A child sees what was held at the fork, and can't enter."""
+    with distributed_lock(key):
+        assert in_forked_child(lambda: distributed_lock(key).try_acquire()) is None
+        assert in_forked_child(lambda: distributed_lock(key).locked()) is True
+
+
+def test_options() -> None:
+    """There are no options."""
+    wrong = {"default": LOCMEM | {"OPTIONS": {"using": "default"}}}
+    with (
+        override_settings(DBLOCKS=wrong),
+        pytest.raises(ImproperlyConfigured, match="using"),
+    ):
+        distributed_lock("k").locked()
+
+
+@override_settings(DBLOCKS={"default": LOCMEM | {"TIMEOUT": 0}})
+class InsideSimpleTestCase(SimpleTestCase):
+    """A test case without any database."""
+
+    def tearDown(self) -> None:
+        clear_locks()
+
+    def test_lock(self) -> None:
+        """Locks work, and competitors too."""
+        with distributed_lock("simple"):
+            pass
+        with hold_elsewhere("simple"), pytest.raises(LockTimeout):
+            distributed_lock("simple").acquire()
+
+    async def test_async(self) -> None:
+        """Tasks exclude each other."""
+        inside = 0
+
+        async def enter() -> int:
+            nonlocal inside
+            async with distributed_lock("simple", timeout=10):
+                inside += 1
+                seen = inside
+                await asyncio.sleep(0)
+                inside -= 1
+            return seen
+
+        assert await asyncio.gather(*[enter() for _ in range(10)]) == [1] * 10
