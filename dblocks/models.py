@@ -43,6 +43,7 @@ from django.utils.translation import pgettext_lazy
 
 from . import arguments, gates, transactions
 from .backends.base import FOREVER, PINNED_GRACE, Grant, Reading, Renewal
+from .conf import DEFAULT_ALIAS, backends
 from .fields import ExactCharField, GuardConstraint, UTCDateTimeField, as_utc
 from .functions import (
     After,
@@ -384,6 +385,18 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         )
 
 
+class LockManager(models.Manager.from_queryset(LockQuerySet)):  # type: ignore[misc]
+    """The manager of the lock table, on the database of ``DBLOCKS["default"]``."""
+
+    def get_queryset(self) -> LockQuerySet:
+        rows: LockQuerySet = super().get_queryset()
+        if self._db is None:
+            using = backends.settings[DEFAULT_ALIAS]["OPTIONS"].get("using")
+            if using is not None:
+                rows = rows.using(using)
+        return rows
+
+
 class DistributedLock(models.Model):
     """A named lock: who has it, until when, under which version."""
 
@@ -396,7 +409,7 @@ class DistributedLock(models.Model):
     acquired_at = UTCDateTimeField(_("held since"), null=True, blank=True)
     expires_at = UTCDateTimeField(_("expires at"))
 
-    objects = LockQuerySet.as_manager()
+    objects = LockManager()
 
     if TYPE_CHECKING:
         state: str

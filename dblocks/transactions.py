@@ -189,6 +189,34 @@ def _discard(alias: str) -> None:
     close(_thread.beside.pop(alias))
 
 
+_LEVELS = {3: "repeatable read", 4: "serializable"}
+_snapshots_warned: set[str] = set()
+
+
+def warn_of_snapshot(alias: str) -> None:
+    """Warn, once a database, of a lock that is taken inside a snapshot's transaction.
+
+    What such a transaction read before the lock was taken stays as old as that.
+    """
+    connection = connections[alias]
+    if alias in _snapshots_warned or not in_transaction(connection):
+        return
+    level: Any = getattr(connection, "isolation_level", None)
+    if connection.vendor == "mysql":
+        level = level or "repeatable read"
+    elif connection.vendor == "postgresql":
+        level = _LEVELS.get(int(level)) if level is not None else None
+    if level in _LEVELS.values():
+        _snapshots_warned.add(alias)
+        logger.warning(
+            "A lock is taken inside a transaction on the database %r at %s: what that "
+            "transaction has read before may be older than the lock. Take the lock "
+            "first.",
+            alias,
+            str(level).upper(),
+        )
+
+
 # What the database says
 
 

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.conf import settings
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models import F, QuerySet
 from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks import (
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    distributed_lock,
+    transactions,
+)
 from dblocks.models import DistributedLock
 from tests.factories import AccountFactory, let_expire, stored
 from tests.fixtures import OtherThread
@@ -726,3 +734,21 @@ class TestGuardBesideOthers:
             pinned.guard()
             always(lambda: free.held, during=1.3, what="the other lease held")
             assert other.do(lock(key + "!").try_acquire) is None
+
+
+def test_snapshot_is_warned_of(
+    key: str,
+    committed: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Taking a lock inside a snapshot's transaction is logged, once a database."""
+    if connection.vendor == "sqlite":
+        pytest.skip("no lock is taken beside a transaction there")
+    monkeypatch.setattr(transactions, "_snapshots_warned", set())
+    with transaction.atomic():
+        for number in range(2):
+            with distributed_lock(f"{key} {number}"):
+                pass
+    warned = [r for r in caplog.records if "Take the lock first" in r.getMessage()]
+    assert len(warned) == (1 if settings.ISOLATION == "repeatable read" else 0)

@@ -146,3 +146,11 @@ def test_renewal_across_databases(
     always(lambda: here.held and there.held and taken(), during=1.3, what="held")
     assert here.release() is True
     assert there.release() is True
+
+
+def test_manager_of_the_default_backend(settings: Any) -> None:
+    """The manager works on the database that DBLOCKS names, unless told otherwise."""
+    assert DistributedLock.objects.all().db == "default"
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
+    assert DistributedLock.objects.all().db == "locks"
+    assert DistributedLock.objects.using("default").all().db == "default"

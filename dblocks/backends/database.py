@@ -81,6 +81,7 @@ class DatabaseBackend(BaseBackend):
                 reenter=request.reenter or doubtful,
             )
 
+        transactions.warn_of_snapshot(self.using)
         row = transactions.run(self.using, take, patience=patience)
         if isinstance(row, Reading):
             return row
