@@ -37,7 +37,8 @@ class Owner:
     __slots__ = ("__weakref__", "holds", "leases", "name")
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        # A thread's name may hold what no text column takes.
+        self.name = name.encode(errors="replace").decode().replace("\0", "?")
         self.holds: weakref.WeakValueDictionary[tuple[BaseBackend, str], Hold] = (
             weakref.WeakValueDictionary()
         )
@@ -121,15 +122,21 @@ def _asgiref_call() -> Owner | None:
     return owner
 
 
-_host = socket.gethostname()
+def _describe_process() -> str:
+    return f"{socket.gethostname()} pid {os.getpid()}"
+
+
+_process = _describe_process()
 
 
 def holder(owner: Owner) -> str:
     """Describe an owner for people: host, process, thread or task."""
-    return f"{_host} pid {os.getpid()} {owner.name}"[:255]
+    return f"{_process} {owner.name}"[:255]
 
 
 def _forget_after_fork() -> None:
+    global _process
+    _process = _describe_process()
     _thread.__dict__.clear()
     _thread.__init__()  # type: ignore[misc]
     _tasks.clear()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import (
+    DEFAULT_DB_ALIAS,
     DatabaseError,
     NotSupportedError,
     connections,
@@ -47,18 +50,26 @@ class DatabaseBackend(BaseBackend):
                 f"DBLOCKS[{alias!r}]: there is no database {using!r} in DATABASES."
             )
 
+    @cached_property
+    def _table(self) -> ModuleType:
+        # The models can be imported only once the apps are ready.
+        from .. import models
+
+        return models
+
     @property
     def using(self) -> str:
         """The alias of the database that the locks are in."""
-        from ..models import DistributedLock
-
-        alias: str = self.options.get("using") or router.db_for_write(DistributedLock)
-        return alias
+        alias: str | None = self.options.get("using")
+        if alias is not None:
+            return alias
+        if not router.routers:
+            return DEFAULT_DB_ALIAS
+        return str(router.db_for_write(self._table.DistributedLock))
 
     def try_acquire(self, request: Request, patience: float) -> Grant | Reading:
-        from .. import models
-
-        if transactions.has_row_lock(self.using, request.key):
+        using, models = self.using, self._table
+        if transactions.has_row_lock(using, request.key):
             raise LockError(
                 f"The row of the lock {request.key!r} is locked by this thread's own "
                 f"transaction: a lease on it would wait for itself. Use one form, "
@@ -81,18 +92,19 @@ class DatabaseBackend(BaseBackend):
                 reenter=request.reenter or doubtful,
             )
 
-        transactions.warn_of_snapshot(self.using)
-        row = transactions.run(self.using, take, patience=patience)
+        transactions.warn_of_snapshot(using)
+        row = transactions.run(using, take, patience=patience)
         if isinstance(row, Reading):
             return row
         return Grant(request.key, request.owner, models.version_of(row))
 
     def read(self, key: str) -> Reading | None:
-        from .. import models
+        models = self._table
 
         def read(connection: BaseDatabaseWrapper, doubtful: bool) -> Reading | None:
             _catch_up(connection)
-            return models.read(connection, key)
+            reading: Reading | None = models.read(connection, key)
+            return reading
 
         return transactions.run(self.using, read, writes=False)
 
@@ -111,7 +123,7 @@ class DatabaseBackend(BaseBackend):
         hold_at_least: float,
         patience: float,
     ) -> bool:
-        from .. import models
+        models = self._table
 
         def release(connection: BaseDatabaseWrapper, doubtful: bool) -> bool:
             _catch_up(connection)
@@ -196,8 +208,7 @@ class DatabaseBackend(BaseBackend):
         self._verify(connection, grant)
 
     def _verify(self, connection: BaseDatabaseWrapper, grant: Grant) -> None:
-        from .. import models
-
+        models = self._table
         try:
             current = models.pin(connection, grant)
         except DatabaseError as error:
