@@ -35,6 +35,8 @@ def with_options(database: dict[str, Any], *, isolation: str | None) -> dict[str
             options = {"connect_timeout": 5, "read_timeout": 30, "write_timeout": 30}
             if isolation is not None:
                 options["isolation_level"] = isolation
+            # Not the server's default, which may be latin1.
+            test = {"CHARSET": "utf8mb4"}
         case "postgresql":
             options = {
                 "connect_timeout": 5,

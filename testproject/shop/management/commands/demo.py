@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import signal
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from django.core.management import call_command
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import OperationalError, connection
+from django.utils.translation import ngettext
+
+from dblocks import LockTimeout, distributed_lock
+from dblocks.models import DistributedLock
+from testproject.shop.crew import Crew, Event, Unexpected
+from testproject.shop.models import Order, Product
+from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
+from testproject.shop.selling import VARIANTS, Checkout, Variant
+
+LEASE = 2.0
+SLACK = 2.0
+"""Seconds by which a busy machine may be late."""
+
+PREFIX = "shop:"
+WIDTH = 79
+COLUMNS = [5, 5, 9, 8, 8, 7, 8]
+HEADER = [
+    ["sold", "left", "oversold", "refused", "retries", "orders", "median"],
+    ["", "", "", "", "", "per s", "wait"],
+]
+TITLE = WIDTH - sum(COLUMNS)
+BAR = 20
+
+
+class Command(BaseCommand):
+    help = (
+        "Hold a flash sale in several processes, with and without locks, then kill and "
+        "pause holders of locks. Makes and empties the shop's tables."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--stock", type=int, default=10, help="pieces on sale")
+        parser.add_argument("--buyers", type=int, default=40, help="who want one each")
+        parser.add_argument("--processes", type=int, default=4)
+        parser.add_argument(
+            "--threads", type=int, default=2, help="buyers at once in each process"
+        )
+
+    def handle(
+        self,
+        *,
+        stock: int,
+        buyers: int,
+        processes: int,
+        threads: int,
+        verbosity: int,
+        **options: Any,
+    ) -> None:
+        if stock < 1 or threads < 1 or processes < 2 or buyers < 2 * stock:
+            raise CommandError(
+                "It takes at least one piece, one thread, two processes, and twice as "
+                "many buyers as pieces."
+            )
+        if connection.vendor == "sqlite" and (
+            connection.is_in_memory_db()  # type: ignore[attr-defined]
+        ):
+            raise CommandError(
+                "A database in memory belongs to one process; give DATABASE_URL a file."
+            )
+        self.verbosity = verbosity
+        self.problems: list[str] = []
+        started = time.monotonic()
+        try:
+            self.show(Sale(stock, buyers, threads), processes)
+        except KeyboardInterrupt:
+            raise CommandError("Interrupted.", returncode=130) from None
+        except Unexpected as error:
+            self.problems.append(str(error))
+        if self.problems:
+            raise CommandError("\n".join(self.problems))
+        self.say()
+        self.say(
+            self.style.SUCCESS(
+                f"All as it should be, in {time.monotonic() - started:.0f} s."
+            )
+        )
+
+    def show(self, sale: Sale, processes: int) -> None:
+        try:
+            call_command("migrate", verbosity=0, interactive=False)
+        except OperationalError as error:
+            raise CommandError(f"The database can't be used: {error}") from error
+        lock = distributed_lock(f"{PREFIX}demo", timeout=0, note="manage.py demo")
+        try:
+            with Crew() as crew, interruptible(crew), lock:
+                empty_shop()
+                for _ in range(processes):
+                    crew.hire()
+                self.show_sales(sale, crew)
+                self.show_killed_holder(crew)
+                self.show_paused_holder(crew)
+        except LockTimeout as error:
+            raise CommandError(f"Another demo is at work. {error}") from error
+        DistributedLock.objects.filter(key__startswith=PREFIX).prune(0)
+
+    # The flash sale
+
+    def show_sales(self, sale: Sale, crew: Crew) -> None:
+        pieces = ngettext("%d piece", "%d pieces", sale.stock) % sale.stock
+        database = ".".join(map(str, connection.get_database_version()))
+        self.heading("A flash sale")
+        self.say(
+            f"{sale.buyers} buyers want {pieces}, in {len(crew.tills)} processes with "
+            f"{sale.threads} threads each,\n"
+            f"on {connection.display_name} {database}. Each looks at the stock, thinks "
+            f"for about {sale.thinking * 1000:.0f} ms,\n"
+            f"and buys. (Without the pause they oversell too, only less surely.)"
+        )
+        self.say()
+        for row in HEADER:
+            self.say(self.style.MIGRATE_LABEL(line("", row)))
+        for safe, title in [
+            (False, "These can sell too much:"),
+            (True, "These can't:"),
+        ]:
+            self.say(self.style.MIGRATE_LABEL(title))
+            for variant in VARIANTS.values():
+                if variant.safe is safe and variant.applies():
+                    self.show_sale(variant, sale, crew)
+
+    def show_sale(self, variant: Variant, sale: Sale, crew: Crew) -> None:
+        def progress(answered: int) -> None:
+            bar = "#" * (BAR * answered // sale.buyers)
+            served = f"{answered} of {sale.buyers} buyers"
+            text = f" {variant.title:<{TITLE}} [{bar:<{BAR}}] {served}"
+            self.stdout.write(f"{text:<{WIDTH}}", ending="\r")
+            self.stdout.flush()
+
+        on_terminal = self.verbosity and self.stdout.isatty()
+        result = hold_sale(variant, sale, crew, progress if on_terminal else None)
+        style = self.style.ERROR if result.oversold else self.style.SUCCESS
+        self.say(style(line(f" {variant.title}", cells(result))))
+        if variant.safe and (result.oversold or result.sold != sale.stock):
+            self.problems.append(
+                f"{variant.title!r} sold {result.sold} of {sale.stock}."
+            )
+        if not variant.safe and not result.oversold:
+            self.problems.append(f"{variant.title!r} didn't oversell this time.")
+
+    # What becomes of a lock whose holder is killed, or paused
+
+    def show_killed_holder(self, crew: Crew) -> None:
+        key = f"{PREFIX}stocktaking"
+        holder, waiter = crew.tills[:2]
+        self.heading("A holder is killed")
+        holder.tell("hold", key=key, lease=LEASE)
+        held = crew.expect(holder, "held")
+        self.zero = held.at
+        self.tell(held, f"holds {key!r}, lease {LEASE:g} s")
+        waiter.tell("hold", key=key, lease=LEASE)
+        crew.expect_silence(during=1.25 * LEASE)
+        self.tell(None, f"{holder} renews, {waiter} still waits")
+        crew.dismiss(holder)
+        killed_at = time.monotonic()
+        left = DistributedLock.objects.with_state().get(key=key).remaining
+        self.tell(None, f"{holder} is killed by SIGKILL, {left:.2f} s are left")
+        taken = crew.expect(waiter, "held")
+        waited = taken.at - killed_at
+        self.tell(taken, f"takes the lock over, {waited:.2f} s after the kill")
+        waiter.tell("release")
+        crew.expect(waiter, "done")
+        if not left - 0.1 < waited < left + SLACK:
+            self.problems.append(
+                f"A lease with {left:.2f} s left was taken over after {waited:.2f} s."
+            )
+        self.compare_tokens(held, taken)
+
+    def show_paused_holder(self, crew: Crew) -> None:
+        product = Product.objects.create(name="Paused", stock=10)
+        key = Checkout(product.pk, "").key
+        paused, other = crew.hire(), crew.tills[0]
+        self.heading("A holder is paused")
+        paused.tell("serve", product_id=product.pk, customer="Ada", lease=LEASE)
+        first = crew.expect(paused, "thinking")
+        paused.pause()
+        self.zero = first.at
+        self.tell(first, f"holds {key!r}, sees {first.data['stock']} in stock")
+        self.tell(None, f"{paused} is paused by SIGSTOP, and renews no more")
+        other.tell("serve", product_id=product.pk, customer="Bob", lease=LEASE)
+        second = crew.expect(other, "thinking")
+        self.tell(second, f"takes the lock over, sees {second.data['stock']}")
+        other.tell("buy")
+        self.tell(crew.expect(other, "sold"), "sells one to Bob and commits")
+        crew.expect(other, "done")
+        paused.resume()
+        paused.tell("buy")
+        self.tell(None, f"{paused} continues, sells one to Ada and commits:")
+        lost = crew.expect(paused, "lost")
+        crew.expect(paused, "done")
+        error = f"LeaseLost: {lost.data['error']}"
+        indent = " " * 12
+        for text in textwrap.wrap(error, WIDTH - len(indent)):
+            self.say(indent + self.style.NOTICE(text))
+        product.refresh_from_db()
+        customers = Order.objects.filter(items__product=product)
+        names = list(customers.values_list("customer", flat=True))
+        self.tell(None, f"stock: {product.stock}; sold to: {', '.join(names)}")
+        if (product.stock, names) != (9, ["Bob"]):
+            self.problems.append(
+                f"A holder that had lost its lock has written: {product.stock} in "
+                f"stock, sold to {names}."
+            )
+        self.compare_tokens(first, second)
+
+    def compare_tokens(self, earlier: Event, later: Event) -> None:
+        if not earlier.data["token"] < later.data["token"]:
+            self.problems.append(
+                f"The fencing token {later.data['token']} came after "
+                f"{earlier.data['token']}."
+            )
+
+    # Output
+
+    def say(self, text: str = "") -> None:
+        if self.verbosity:
+            self.stdout.write(text)
+
+    def heading(self, text: str) -> None:
+        self.say()
+        self.say(self.style.MIGRATE_HEADING(text))
+
+    def tell(self, event: Event | None, text: str) -> None:
+        """Print what happened when, and in which process with which token."""
+        at = time.monotonic()
+        if event is not None:
+            at = event.at
+            text = f"{event.till} {text}"
+            if "token" in event.data:
+                text += f", fencing token {event.data['token']}"
+        self.say(f"{at - self.zero:8.2f} s  {text}")
+
+
+def line(title: str, cells: list[str]) -> str:
+    """Return a line of the table."""
+    return f"{title:<{TITLE}}" + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True)
+    )
+
+
+def cells(result: Result) -> list[str]:
+    return [
+        str(result.sold),
+        str(result.left),
+        str(result.oversold),
+        str(result.refused),
+        str(result.retries),
+        f"{result.orders_per_second:.0f}",
+        f"{result.median_wait * 1000:.0f} ms",
+    ]
+
+
+@contextmanager
+def interruptible(crew: Crew) -> Iterator[None]:
+    """Let signals that would end this process end the crew and release the lock."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        crew.interrupt(CommandError("Interrupted.", returncode=128 + signum))
+
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {each: signal.signal(each, interrupt) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

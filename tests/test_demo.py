@@ -1,0 +1,204 @@
+"""``manage.py demo``, as a newcomer runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from django.conf import settings
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from dblocks import distributed_lock
+from testproject.shop.crew import Crew
+from testproject.shop.management.commands import demo
+from testproject.shop.sale import Result, Sale
+from testproject.shop.selling import VARIANTS
+from tests.fixtures import in_memory
+from tests.processes import ROOT
+from tests.timing import DEADLINE
+
+SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
+TIME_LIMIT = 55
+ROW = re.compile(r"^ (\S.*?) +(\d+) +(-?\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) ms$")
+
+
+@contextmanager
+def scratch_database(folder: Path) -> Iterator[str]:
+    """Make an empty database beside the test's; its URL."""
+    if connection.vendor == "sqlite":
+        yield f"sqlite:///{folder}/demo.sqlite3"
+        return
+    name = f"dblocks_demo_{uuid.uuid4().hex[:12]}"
+    quoted = connection.ops.quote_name(name)
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {quoted}")
+        try:
+            yield urlsplit(os.environ["DATABASE_URL"])._replace(path=name).geturl()
+        finally:
+            # A server may not have noticed yet that its clients were killed.
+            force = " WITH (FORCE)" if connection.vendor == "postgresql" else ""
+            cursor.execute(f"DROP DATABASE {quoted}{force}")
+
+
+@pytest.fixture
+def environment(committed: None, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Environment variables under which manage.py works on a scratch database."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    if settings.ISOLATION == "repeatable read":
+        pytest.skip("test_shop holds the sales at this isolation level")
+    with scratch_database(tmp_path) as url:
+        yield os.environ | {
+            "DATABASE_URL": url,
+            "DJANGO_SETTINGS_MODULE": "testproject.settings",
+        }
+
+
+def start(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    # The children of the demo inherit its standard error: communicate() returns when
+    # the last of them has ended.
+    return subprocess.Popen(
+        [sys.executable, "manage.py", "demo", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def running(
+    environment: dict[str, str], *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Run the demo; at the end of the block it is told to end if it hasn't."""
+    with start(environment, *arguments) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def test_demo(environment: dict[str, str]) -> None:
+    """The unsafe oversell, the safe don't, and lost locks are taken over."""
+    with running(environment, *SMALL) as process:
+        output, errors = process.communicate(timeout=TIME_LIMIT)
+    assert (process.returncode, errors) == (0, ""), output
+    rows = {
+        match[1]: [int(cell) for cell in match.groups()[1:]]
+        for match in map(ROW.match, output.splitlines())
+        if match is not None
+    }
+    shown = [variant for variant in VARIANTS.values() if variant.applies()]
+    assert set(rows) == {variant.title for variant in shown}
+    for variant in shown:
+        sold, _left, oversold, refused, _retries, _rate, _wait = rows[variant.title]
+        assert sold + refused == 20
+        assert oversold == max(0, sold - 5)
+        assert (oversold == 0) is variant.safe, variant.title
+    assert rows["version column"][4] > 0
+    assert "is killed by SIGKILL" in output
+    assert "LeaseLost: The lease on" in output
+    assert "stock: 9; sold to: Bob" in output
+    assert "All as it should be" in output
+
+
+def test_interrupted_demo(environment: dict[str, str]) -> None:
+    """Ctrl-C ends the demo and its processes, and the next one can begin at once."""
+    with running(environment, *SMALL) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if ROW.match(line):
+                break
+        process.send_signal(signal.SIGINT)
+        _output, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (130, "CommandError: Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"stock": 0}, id="stock"),
+        pytest.param({"threads": 0}, id="threads"),
+        pytest.param({"processes": 1}, id="processes"),
+        pytest.param({"stock": 10, "buyers": 19}, id="buyers"),
+    ],
+)
+def test_refused_numbers(options: dict[str, int]) -> None:
+    """A sale in which nothing could be seen is refused."""
+    with pytest.raises(CommandError, match="twice as many buyers as pieces"):
+        call_command("demo", **options)
+
+
+def test_refused_database(committed: None) -> None:
+    """A database that other processes can't see is refused."""
+    if not in_memory():
+        pytest.skip("other processes see this database")
+    with pytest.raises(CommandError, match="belongs to one process"):
+        call_command("demo")
+
+
+def test_second_demo(committed: None) -> None:
+    """Two demos on one database don't disturb each other: the second is refused."""
+    if in_memory():
+        pytest.skip("a database in memory is refused anyway")
+    with (
+        distributed_lock("shop:demo", owner="somebody else"),
+        pytest.raises(CommandError, match="Another demo is at work"),
+    ):
+        call_command("demo")
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a variant have a given outcome; the problems that the demo sees in it."""
+
+    def judge(name: str, *, sold: int) -> list[str]:
+        result = Result(10, sold, 10 - sold, 0, 0, duration=1, waits=[0.01])
+        monkeypatch.setattr(demo, "hold_sale", lambda *args: result)
+        command = demo.Command()
+        command.verbosity = 0
+        command.problems = []
+        command.show_sale(VARIANTS[name], Sale(), Crew())
+        return command.problems
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("name", "sold", "problems"),
+    [
+        pytest.param("lock", 10, [], id="safe"),
+        pytest.param(
+            "lock",
+            11,
+            ["'distributed_lock, atomic' sold 11 of 10."],
+            id="safe-oversold",
+        ),
+        pytest.param(
+            "lock", 9, ["'distributed_lock, atomic' sold 9 of 10."], id="safe-undersold"
+        ),
+        pytest.param("plain", 40, [], id="unsafe"),
+        pytest.param(
+            "plain",
+            10,
+            ["'read, check, write' didn't oversell this time."],
+            id="unsafe-by-chance",
+        ),
+    ],
+)
+def test_judgement(outcome: Any, name: str, sold: int, problems: list[str]) -> None:
+    """The demo fails when a sale didn't go as the table says it goes."""
+    assert outcome(name, sold=sold) == problems

@@ -1,0 +1,187 @@
+"""The flash sale: which ways to sell oversell between processes, and which don't."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from testproject.shop.crew import Crew, Unexpected
+from testproject.shop.models import Order, Product
+from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
+from testproject.shop.selling import VARIANTS, Checkout, SoldOut, Variant
+from tests.fixtures import in_memory
+from tests.timing import DEADLINE
+
+SALE = Sale(stock=5, buyers=24, threads=2)
+PROCESSES = 3
+
+
+@pytest.fixture
+def shop(committed: None) -> Iterator[None]:
+    """An empty shop, in the database as in production."""
+    yield
+    empty_shop()
+
+
+@pytest.fixture(scope="module")
+def tills(django_db_setup: None) -> Iterator[Crew]:
+    """Processes that sell, kept from test to test."""
+    with Crew() as crew:
+        yield crew
+
+
+@pytest.fixture
+def sell(shop: None, request: pytest.FixtureRequest) -> Callable[..., Result]:
+    """Hold a sale in several processes, on the test's database."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    crew: Crew = request.getfixturevalue("tills")
+
+    def hold(name: str, sale: Sale = SALE, **options: Any) -> Result:
+        variant = VARIANTS[name]
+        skip_unless_it_applies(variant)
+        while len(crew.tills) < PROCESSES:
+            crew.hire()
+        try:
+            return hold_sale(variant, sale, crew, **options)
+        except BaseException:
+            # They may be in the middle of something.
+            crew.close()
+            raise
+
+    return hold
+
+
+@pytest.fixture
+def crew(shop: None) -> Iterator[Crew]:
+    """One process that sells, and whatever the test hires besides."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    with Crew() as crew:
+        crew.hire()
+        yield crew
+
+
+def skip_unless_it_applies(variant: Variant) -> None:
+    if not variant.applies():
+        pytest.skip("nothing to see on this database")
+
+
+SAFE = [name for name, variant in VARIANTS.items() if variant.safe]
+UNSAFE = [name for name, variant in VARIANTS.items() if not variant.safe]
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_safe_variants(name: str, sell: Callable[..., Result]) -> None:
+    """All there is gets sold, and no more; everybody else is refused."""
+    result = sell(name)
+    assert (result.sold, result.left, result.oversold) == (SALE.stock, 0, 0)
+    assert result.refused == SALE.buyers - SALE.stock
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_unsafe_variants(name: str, sell: Callable[..., Result]) -> None:
+    """More gets sold than there is."""
+    result = sell(name)
+    assert result.oversold > 0
+    assert result.sold == SALE.stock + result.oversold
+    assert result.sold + result.refused == SALE.buyers
+
+
+def test_decrement_counts_below_zero(sell: Callable[..., Result]) -> None:
+    """A decrement loses no update, so the stock tells how much was oversold."""
+    result = sell("decrement")
+    assert result.left == -result.oversold < 0
+
+
+def test_optimistic_update_is_busy(sell: Callable[..., Result]) -> None:
+    """Buyers who look at the same stock begin again; the sale tells how often."""
+    assert sell("optimistic").retries > 0
+
+
+def test_progress(sell: Callable[..., Result]) -> None:
+    """Every buyer's answer is told, one after another."""
+    told: list[int] = []
+    sell("lock", Sale(stock=1, buyers=6), on_answer=told.append)
+    assert told == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_buyer_after_another(name: str, shop: None) -> None:
+    """Without a rush, every variant sells one piece and refuses the next buyer."""
+    variant = VARIANTS[name]
+    skip_unless_it_applies(variant)
+    product = Product.objects.create(name="Lamp", stock=1)
+    order = variant.buy(Checkout(product.pk, "Ada"))
+    assert order.state == Order.State.PLACED
+    with pytest.raises(SoldOut):
+        variant.buy(Checkout(product.pk, "Bob"))
+    assert product.sold() == 1
+    assert [order.customer for order in Order.objects.all()] == ["Ada"]
+
+
+def test_result() -> None:
+    """Sums and rates are of what was really ordered."""
+    result = Result(10, 15, 2, 5, 0, duration=0.5, waits=[0.3, 0.1, 0.2])
+    assert result.oversold == 5
+    assert result.orders_per_second == 30
+    assert result.median_wait == 0.2
+
+
+def test_result_without_orders() -> None:
+    """A sale in which nobody buys has no rate and no wait."""
+    result = Result(10, 0, 10, 5, 0, duration=0.0, waits=[])
+    assert (result.oversold, result.orders_per_second, result.median_wait) == (0, 0, 0)
+
+
+def test_failure_in_a_process(crew: Crew) -> None:
+    """What goes wrong in a process ends the sale with its message."""
+    crew.tills[0].tell("serve", product_id=0, customer="Ada", lease=30)
+    with pytest.raises(Unexpected, match="DoesNotExist: Product matching"):
+        crew.next()
+
+
+def test_end_of_a_process(crew: Crew) -> None:
+    """A process that ends by itself is noticed."""
+    till = crew.tills[0]
+    os.kill(till.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, till.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(Unexpected, match=f"process {till.pid} ended"):
+        crew.next()
+    with pytest.raises(Unexpected, match=f"process {till.pid} ended"):
+        till.tell("go")
+
+
+def test_word_from_another_process(crew: Crew) -> None:
+    """Where one process is expected to speak, another one is noticed."""
+    crew.tills[0].tell("hold", key="shop:test", lease=30)
+    with pytest.raises(Unexpected, match="'held' from process"):
+        crew.expect(crew.hire(), "held")
+
+
+def test_early_word(crew: Crew) -> None:
+    """Somebody who speaks where nobody should is noticed."""
+    crew.tills[0].tell("hold", key="shop:test", lease=30)
+    with pytest.raises(Unexpected, match="too early"):
+        crew.expect_silence(DEADLINE)
+
+
+def test_silence(crew: Crew) -> None:
+    """Waiting for a word that doesn't come ends."""
+    with pytest.raises(Unexpected, match=r"Nothing happened for 0\.01 s"):
+        crew.next(within=0.01)
+    crew.expect_silence(during=0.01)
+
+
+def test_leaving_ends_all_processes(shop: None) -> None:
+    """After the block, no process is left, not even one that was paused."""
+    with Crew() as crew:
+        pids = [crew.hire().pid, crew.hire().pid]
+        crew.tills[0].pause()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
