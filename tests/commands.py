@@ -1,0 +1,180 @@
+"""Management commands in processes of their own, and what becomes of their children."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from django.db import connections
+
+from tests.processes import ROOT
+from tests.timing import DEADLINE, eventually
+
+MANAGE = [sys.executable, "-m", "tests.manage"]
+
+
+def environment(**changes: Any) -> dict[str, str]:
+    """Return an environment in which ``tests.manage`` sees the test's databases.
+
+    Args:
+        changes: More to change in the default database's settings.
+    """
+    databases = {
+        alias: {"NAME": str(connections[alias].settings_dict["NAME"])}
+        for alias in connections
+    }
+    databases["default"].update(changes)
+    return {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DBLOCKS_TEST_DATABASES": json.dumps(databases),
+        # Warnings about this process's own end are not what is tested.
+        "PYTHONDEVMODE": "",
+    }
+
+
+def running(pid: int) -> bool:
+    """Tell whether a process exists and has not ended; a zombie has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in {"Z", "X"}
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state: ``T`` is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def gone(*pids: int, within: float = DEADLINE) -> None:
+    """Wait until none of the processes runs."""
+    eventually(
+        lambda: not any(map(running, pids)), within=within, what=f"the end of {pids}"
+    )
+
+
+class Commands:
+    """One test's management commands; those that are left at its end are killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._children: list[int] = []
+        self._files = 0
+
+    def start(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start ``manage.py`` with these arguments, in a session of its own."""
+        options.setdefault("stdin", subprocess.DEVNULL)
+        options.setdefault("stdout", subprocess.PIPE)
+        options.setdefault("stderr", subprocess.PIPE)
+        options.setdefault("start_new_session", True)
+        process = subprocess.Popen(
+            [*MANAGE, *arguments],
+            cwd=ROOT,
+            env=environment() if env is None else env,
+            **options,
+        )
+        self._started.append(process)
+        return process
+
+    def file(self) -> Path:
+        """Return the path of a file that doesn't exist yet."""
+        self._files += 1
+        return self.folder / f"file-{self._files}"
+
+    def pids(self, file: Path, count: int = 1) -> list[int]:
+        """Wait until a child has written so many process numbers into a file."""
+
+        def read() -> list[int]:
+            if not file.exists():
+                return []
+            found = [int(word) for word in file.read_text().split()]
+            return found if len(found) >= count else []
+
+        found = eventually(read, what=f"{count} numbers in {file.name}")
+        self._children += found
+        return found
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for pid in self._children:
+            with suppress(ProcessLookupError, PermissionError):
+                if running(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def finish(
+    process: subprocess.Popen[bytes], within: float = DEADLINE
+) -> tuple[int, str, str]:
+    """Wait for a command's end; return its status and what it wrote."""
+    out, err = process.communicate(timeout=within)
+    return process.returncode, out.decode(), err.decode()
+
+
+class Relay:
+    """A port through which a database is reached, until it is cut."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                inner, _ = self._listener.accept()
+                outer = socket.create_connection(self._target)
+                self._sockets += [inner, outer]
+                for source, sink in ((inner, outer), (outer, inner)):
+                    threading.Thread(
+                        target=self._copy, args=(source, sink), daemon=True
+                    ).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Reset all connections and refuse new ones."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@contextmanager
+def relay() -> Iterator[Relay]:
+    """Reach the test's database server through a relay."""
+    settings = connections["default"].settings_dict
+    made = Relay(settings["HOST"] or "127.0.0.1", int(settings["PORT"]))
+    try:
+        yield made
+    finally:
+        made.cut()

@@ -1,0 +1,416 @@
+"""``locks``: what operators see and do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connection, connections
+
+from dblocks.management.commands import locks
+from dblocks.management.commands.locks import Command
+from dblocks.models import DistributedLock
+from dblocks.signals import lock_force_released
+from tests.factories import LockFactory, stored
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Terminal(StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command as from the command line: its status, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = 0
+        try:
+            Command().run_from_argv(["manage.py", "locks", *arguments])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def one_of_each() -> None:
+    LockFactory(held=True, key="held", note="at work")
+    LockFactory(expired=True, key="expired")
+    LockFactory(cooling=True, key="cooling")
+    LockFactory(free=True, key="free")
+
+
+# list and show
+
+
+def test_list(run: Run) -> None:
+    """The table shows every lock with its state, holder and note."""
+    one_of_each()
+    status, out, err = run("list")
+    assert (status, err) == (0, "")
+    head, *rows, count = out.splitlines()
+    assert head.split() == ["KEY", "STATE", "HOLDER", "AGE", "REMAINING", "NOTE"]
+    assert [row.split()[:2] for row in rows] == [
+        ["cooling", "cooling"],
+        ["expired", "expired"],
+        ["free", "free"],
+        ["held", "held"],
+    ]
+    assert rows[-1].endswith("at work")
+    assert "host:1:MainThread" in rows[-1]
+    assert count == "4 locks"
+
+
+def test_list_of_one_and_of_none(run: Run) -> None:
+    """The count is a sentence in the right number."""
+    assert run("list")[1].splitlines()[-1] == "0 locks"
+    LockFactory(free=True)
+    assert run("list")[1].splitlines()[-1] == "1 lock"
+
+
+@pytest.mark.parametrize("state", ["held", "expired", "cooling", "free"])
+def test_list_by_state(run: Run, state: str) -> None:
+    """--state shows the locks in that state alone."""
+    one_of_each()
+    found = json.loads(run("list", "--state", state, "--json")[1])
+    assert [lock["key"] for lock in found] == [state]
+
+
+def test_json(run: Run) -> None:
+    """The documented shape, on standard output alone."""
+    LockFactory(held=True, key="k", owner="o", note="nöte", version=7, age=60)
+    status, out, err = run("list", "--json")
+    assert (status, err) == (0, "")
+    [lock] = json.loads(out)
+    acquired_at, expires_at = (
+        datetime.fromisoformat(lock.pop(name).replace("Z", "+00:00"))
+        for name in ("acquired_at", "expires_at")
+    )
+    now = datetime.now(timezone.utc)
+    assert timedelta(0) < now - acquired_at < timedelta(seconds=180)
+    assert timedelta(0) < expires_at - now <= timedelta(seconds=3600)
+    assert 119 < lock.pop("age") < 180
+    assert 3540 < lock.pop("remaining") <= 3600
+    assert lock == {
+        "key": "k",
+        "state": "held",
+        "owner": "o",
+        "holder": "host:1:MainThread",
+        "note": "nöte",
+        "hold_count": 1,
+        "fencing_token": 7,
+    }
+
+
+def test_json_of_nothing(run: Run) -> None:
+    """No lock is an empty array."""
+    assert run("list", "--json") == (0, "[]\n", "")
+
+
+def test_show(run: Run) -> None:
+    """One lock, a line for each of its facts; or JSON."""
+    one_of_each()
+    status, out, _ = run("show", "held")
+    assert status == 0
+    facts = dict(line.split(None, 1) for line in out.splitlines())
+    assert (facts["key"], facts["state"], facts["note"]) == ("held", "held", "at work")
+    assert json.loads(run("show", "free", "--json")[1])["age"] is None
+
+
+def test_show_of_none(run: Run) -> None:
+    """A key without a row is status 1."""
+    status, out, err = run("show", "no such key")
+    assert (status, out) == (1, "")
+    assert "no such key" in err
+
+
+def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal no line is wider than it; to a file nothing is cut."""
+    LockFactory(held=True, key="k" * 120, note="n" * 120)
+    monkeypatch.setenv("COLUMNS", "70")
+    screen, file = Terminal(), StringIO()
+    call_command("locks", "list", stdout=screen, no_color=True)
+    assert max(map(len, screen.getvalue().splitlines())) <= 70
+    assert "…" in screen.getvalue()
+    call_command("locks", "list", stdout=file)
+    assert "k" * 120 in file.getvalue()
+
+
+def test_color_on_a_terminal_only() -> None:
+    """Colour is for terminals."""
+    LockFactory(expired=True)
+    screen, file = Terminal(), StringIO()
+    call_command("locks", "list", stdout=screen, force_color=True)
+    call_command("locks", "list", stdout=file, force_color=True)
+    assert "\x1b[" in screen.getvalue()
+    assert "\x1b[" not in file.getvalue()
+
+
+def test_control_characters_stay_off_the_screen(run: Run) -> None:
+    """What somebody wrote into a note can't steer the operator's terminal."""
+    LockFactory(held=True, key="k", note="\x1b[2Jgone\n")
+    out = run("list")[1]
+    assert "\x1b" not in out
+    assert "\\x1b[2Jgone\\n" in out
+
+
+def test_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--watch draws anew, within the screen, until it is interrupted."""
+    LockFactory.bulk(40, free=True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        DistributedLock.objects.filter(key__contains="1").delete()
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    screen = Terminal()
+    call_command("locks", "list", "--watch", "0.5", stdout=screen)
+    first, second = screen.getvalue().split("\x1b[H\x1b[2J")[1:]
+    assert naps == [0.5, 0.5]
+    assert len(first.splitlines()) <= 24
+    assert "40 locks, 19 of them not shown" in first
+    assert first != second
+
+
+# release
+
+
+def test_release(run: Run) -> None:
+    """--yes releases at once; signal and log say who did it and why."""
+    LockFactory(held=True, key="k", version=3)
+    told: list[dict[str, Any]] = []
+
+    def receive(**kwargs: Any) -> None:
+        told.append(kwargs)
+
+    lock_force_released.connect(receive)
+    try:
+        status, out, _ = run("release", "k", "--yes", "--reason", "host is gone")
+    finally:
+        lock_force_released.disconnect(receive)
+    assert status == 0
+    assert out.startswith("Released 'k'")
+    assert stored("k").version == 4
+    assert DistributedLock.objects.free().filter(pk="k").exists()
+    [kwargs] = told
+    assert (kwargs["reason"], kwargs["fencing_token"]) == ("host is gone", 3)
+    assert isinstance(kwargs["by"], str)
+
+
+def test_release_logs(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A force release is a warning in the log, with its reason."""
+    LockFactory(held=True, key="k")
+    run("release", "k", "--yes", "--reason", "host is gone")
+    [record] = [r for r in caplog.records if r.name == "dblocks"]
+    assert record.levelname == "WARNING"
+    assert "host is gone" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [("y", 0), ("YES", 0), ("n", 1), ("", 1), (EOFError(), 1)],
+    ids=["y", "YES", "n", "return", "end of file"],
+)
+def test_release_asks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, answer: Any, status: int
+) -> None:
+    """Without --yes it shows whom it hits and asks; anything but yes does nothing."""
+    LockFactory(held=True, key="k", note="at work")
+
+    def reply() -> str:
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr("builtins.input", reply)
+    found, out, err = run("release", "k")
+    assert found == status
+    for word in ("'k'", "host:1:MainThread", "at work", "[y/N]"):
+        assert word in err
+    assert (out == "") == (status == 1)
+    assert DistributedLock.objects.held().filter(pk="k").exists() == (status == 1)
+
+
+def test_release_of_what_was_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that changes hands while the question stands is left alone."""
+    LockFactory(held=True, key="k")
+
+    def reply() -> str:
+        DistributedLock.objects.force_release("k")
+        DistributedLock.objects.acquire("k", owner="another", lease=60)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", reply)
+    status, _, err = run("release", "k")
+    assert status == 1
+    assert "changed hands" in err
+    assert stored("k").owner == "another"
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "another grant": (["held", "--fencing-token", "99"], "99"),
+    "too young": (["held", "--older-than", "2d"], "has not been held"),
+    "free": (["free"], "is free"),
+    "unknown": (["nobody's"], "there is no lock"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED.values(), ids=REFUSED)
+def test_release_refused(run: Run, arguments: list[str], words: str) -> None:
+    """What there is nothing to do to is status 1, and nothing happens."""
+    one_of_each()
+    status, out, err = run("release", *arguments, "--yes")
+    assert (status, out) == (1, "")
+    assert words in err
+    assert DistributedLock.objects.held().count() == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--older-than", "1h"], ["--fencing-token", "1"]]
+)
+def test_release_that_applies(run: Run, arguments: list[str]) -> None:
+    """The right token, or one held for long enough, is released."""
+    LockFactory(held=True, key="k")
+    assert run("release", "k", "--yes", *arguments)[0] == 0
+
+
+# prune
+
+
+def test_prune(run: Run) -> None:
+    """Old free and expired rows go; held and cooling ones stay."""
+    one_of_each()
+    assert run("prune", "--older-than", "30m", "--dry-run") == (
+        0,
+        "2 locks would be deleted.\n",
+        "",
+    )
+    assert DistributedLock.objects.count() == 4
+    assert run("prune", "--older-than", "30m") == (0, "2 locks were deleted.\n", "")
+    kept = DistributedLock.objects.order_by("key").values_list("key", flat=True)
+    assert list(kept) == ["cooling", "held"]
+    assert run("prune", "--older-than", "2h")[1] == "0 locks were deleted.\n"
+
+
+def test_prune_one(run: Run) -> None:
+    """One is singular."""
+    LockFactory(free=True)
+    assert run("prune", "--older-than", "1", "--dry-run")[1] == (
+        "1 lock would be deleted.\n"
+    )
+    assert run("prune", "--older-than", "1")[1] == "1 lock was deleted.\n"
+
+
+def test_prune_shows_progress(run: Run) -> None:
+    """With more verbosity, or on a terminal, large tables show progress."""
+    LockFactory.bulk(1200, free=True)
+    status, out, err = run("prune", "--older-than", "60", "-v", "2")
+    assert (status, out) == (0, "1200 locks were deleted.\n")
+    assert err.splitlines() == ["500 locks ...", "1000 locks ...", "1200 locks ..."]
+
+
+# Usage
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["show", "held"],
+        ["show", "unknown"],
+        ["release", "held", "--yes"],
+        ["release", "unknown", "--yes"],
+        ["prune", "--older-than", "1"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_verbosity_0_is_silent(run: Run, arguments: list[str]) -> None:
+    """With verbosity 0 only the status speaks."""
+    one_of_each()
+    status, out, err = run(*arguments, "--verbosity", "0")
+    assert (out, err) == ("", "")
+    assert status == ("unknown" in arguments)
+
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "no verb": ([], "list|show|release|prune"),
+    "no such verb": (["frob"], "frob"),
+    "no key": (["release"], "KEY"),
+    "no age": (["prune"], "--older-than"),
+    "negative age": (["prune", "--older-than", "-1"], "0 or more"),
+    "no such state": (["list", "--state", "lost"], "lost"),
+    "no such database": (["list", "--database", "nope"], "nope"),
+    "no such backend": (["list", "--backend", "nope"], "nope"),
+    "both": (["list", "--database", "default", "--backend", "default"], "write one"),
+    "json and watch": (["list", "--json", "--watch"], "write one"),
+    "long key": (["show", "k" * 256], "longer than 255"),
+    "token": (["release", "k", "--fencing-token", "x"], "--fencing-token"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "word"), USAGE.values(), ids=USAGE)
+def test_bad_usage(run: Run, arguments: list[str], word: str) -> None:
+    """Bad usage is status 64 and one line."""
+    status, out, err = run(*arguments)
+    assert (status, out) == (64, "")
+    assert len(err.splitlines()) == 1
+    assert word in err
+
+
+def test_bad_usage_from_code() -> None:
+    """Called from code, bad usage is an exception with the same status."""
+    with pytest.raises(CommandError) as caught:
+        call_command("locks", "prune")
+    assert caught.value.returncode == 64
+
+
+def test_backend_without_a_table(run: Run, settings: Any) -> None:
+    """A backend that keeps no table is refused with what to write instead."""
+    settings.DBLOCKS = {
+        "memory": {"BACKEND": "dblocks.backends.locmem.LocMemBackend", "OPTIONS": {}}
+    }
+    status, _, err = run("list", "--backend", "memory")
+    assert status == 64
+    assert "--database" in err
+
+
+def test_missing_table(run: Run) -> None:
+    """A database without the table is status 78 and one line."""
+
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE dblocks_distributedlock RENAME TO put_aside")
+    try:
+        status, out, err = run("list")
+    finally:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("ALTER TABLE put_aside RENAME TO dblocks_distributedlock")
+    assert (status, out) == (78, "")
+    assert "migrate dblocks" in err
+
+
+def test_help(run: Run) -> None:
+    """Every option has a default in its help; there are three examples."""
+    status, out, _ = run("--help")
+    assert status == 0
+    assert out.count("manage.py locks ") == 4  # the usage and three examples
+    for verb in ("list", "show", "release", "prune"):
+        assert run(verb, "--help")[0] == 0
