@@ -1,0 +1,784 @@
+"""The admin: who sees what, what a force release does, what pages are made of."""
+
+from __future__ import annotations
+
+import copy
+import html
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import quote as url_quote
+
+import django
+import pytest
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
+from django.db import connection, connections, transaction
+from django.test import Client
+from django.urls import include, path, reverse
+from django.utils import timezone
+
+from dblocks import admin as dblocks_admin
+from dblocks import changelist, distributed_lock, wording
+from dblocks.models import DistributedLock, State
+from dblocks.signals import lock_force_released
+from tests.factories import LockFactory, stored
+from tests.fixtures import OtherThread
+
+LIST = "/admin/dblocks/distributedlock/"
+RELEASE = f"{LIST}force-release/"
+ADD = f"{LIST}add/"
+
+HOSTILE = {
+    "script": "<script>alert(1)</script>",
+    "quotes": '"it\'s" `x`',
+    "slashes": "a/b//../c\\",
+    "percent": "100%_%41",
+    "emoji": "🔒🧨",
+    "long": "k" * 255,
+    "right to left": "\u202eקוד\u202c:אבג",
+    "blanks": "  two  blanks ",
+    "lines": "one\ntwo\r\nthree",
+    "query": "?a=b&c=d#e;f:g@h,i+j",
+    "template": "{{ 1 }}{% now %} %(x)s {keys}",
+}
+hostile = pytest.mark.parametrize("key", HOSTILE.values(), ids=HOSTILE)
+
+
+def make_user(role: str) -> User:
+    """Make somebody who is let into the admin with the permissions of that role."""
+    if role == "superuser":
+        return User.objects.create_superuser(role)
+    user = User.objects.create_user(role, is_staff=True)
+    names = {
+        "staff": [],
+        "viewer": ["view"],
+        "operator": ["view", "force_release"],
+        "blind operator": ["force_release"],
+    }[role]
+    codenames = [f"{name}_distributedlock" for name in names]
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    assert user.user_permissions.count() == len(names)
+    return user
+
+
+def browser_of(role: str) -> Client:
+    client = Client()
+    if role != "anonymous":
+        client.force_login(make_user(role))
+    return client
+
+
+@pytest.fixture
+def operator(db: None) -> Client:
+    return browser_of("operator")
+
+
+def page_of(key: str, name: str = "change") -> str:
+    return reverse(f"admin:dblocks_distributedlock_{name}", args=[quote(key)])
+
+
+def field(key: str, version: int = 1) -> str:
+    """The hidden field of the confirmation page."""
+    return f"{version}:{url_quote(key, safe='')}"
+
+
+def release(client: Client, *fields: str, reason: str = "stuck", **extra: Any) -> Any:
+    return client.post(RELEASE, {"lock": fields, "reason": reason}, **extra)
+
+
+def act(client: Client, *keys: str, url: str = LIST, **data: Any) -> Any:
+    """Run the list's action on what is ticked."""
+    data = {"action": "force_release", "_selected_action": keys, "index": 0, **data}
+    return client.post(url, data)
+
+
+def told(response: Any) -> list[str]:
+    """The messages on the page that a response leads to, as text."""
+    return [html.unescape(str(message)) for message in response.context["messages"]]
+
+
+class Elements(HTMLParser):
+    """What a page is made of: its tags with their attributes."""
+
+    def __init__(self, response: Any) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(response.rendered_content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def fields(self, name: str) -> list[str]:
+        """The values of the form fields of that name."""
+        return [
+            attributes.get("value") or ""
+            for tag, attributes in self.found
+            if tag == "input" and attributes.get("name") == name
+        ]
+
+
+def listed(response: Any) -> list[str]:
+    """The keys of the list's rows."""
+    assert response.status_code == 200
+    return [lock.key for lock in response.context["cl"].result_list]
+
+
+# Who may what
+
+ROLES = ["anonymous", "staff", "blind operator", "viewer", "operator", "superuser"]
+OUTCOMES = {
+    "list": (302, 403, 403, 200, 200, 200),
+    "page": (302, 403, 403, 200, 200, 200),
+    "history": (302, 403, 403, 200, 200, 200),
+    "confirmation": (302, 403, 403, 403, 200, 200),
+    "release": (302, 403, 403, 403, 302, 302),
+    # The list again, for whom it has no action.
+    "action": (302, 403, 403, 200, 200, 200),
+    "action, confirmed": (302, 403, 403, 200, 200, 200),
+    "add": (302, 403, 403, 403, 403, 403),
+    "adding": (302, 403, 403, 403, 403, 403),
+    "change": (302, 403, 403, 403, 403, 403),
+    "delete": (302, 403, 403, 403, 403, 403),
+    "deleting": (302, 403, 403, 403, 403, 403),
+    "delete action": (302, 403, 403, 200, 302, 302),
+}
+REQUESTS: dict[str, Callable[[Client], Any]] = {
+    "list": lambda client: client.get(LIST),
+    "page": lambda client: client.get(page_of("k")),
+    "history": lambda client: client.get(page_of("k", "history")),
+    "confirmation": lambda client: client.get(RELEASE, {"key": "k"}),
+    "release": lambda client: release(client, field("k")),
+    "action": lambda client: act(client, "k"),
+    "action, confirmed": lambda client: act(
+        client, "k", lock=field("k"), reason="because", post="yes"
+    ),
+    "add": lambda client: client.get(ADD),
+    "adding": lambda client: client.post(ADD, {"key": "new"}),
+    "change": lambda client: client.post(page_of("k"), {"owner": ""}),
+    "delete": lambda client: client.get(page_of("k", "delete")),
+    "deleting": lambda client: client.post(page_of("k", "delete"), {"post": "yes"}),
+    "delete action": lambda client: act(
+        client, "k", action="delete_selected", post="yes"
+    ),
+}
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_who_may_what(role: str, request_name: str) -> None:
+    """Only a confirmed POST of somebody with both permissions changes a row."""
+    LockFactory(key="k", held=True)
+    before = DistributedLock.objects.values().get()
+    response = REQUESTS[request_name](browser_of(role))
+    assert response.status_code == OUTCOMES[request_name][ROLES.index(role)]
+    if role == "anonymous":
+        assert response.url.startswith("/admin/login/")
+    released = request_name == "release" and role in {"operator", "superuser"}
+    assert (DistributedLock.objects.values().get() != before) is released
+    assert LogEntry.objects.exists() is released
+
+
+@pytest.mark.django_db
+def test_forged_request() -> None:
+    """Without the token of a page, nothing is released."""
+    LockFactory(key="k", held=True)
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(make_user("superuser"))
+    assert release(client, field("k")).status_code == 403
+    assert stored("k").version == 1
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("role", "state", "offered"),
+    [
+        ("viewer", "held", False),
+        ("operator", "held", True),
+        ("operator", "expired", True),
+        ("operator", "cooling", True),
+        ("operator", "free", False),
+    ],
+)
+def test_button(role: str, state: str, offered: bool) -> None:
+    """The page has the button when there is something to release and the right to."""
+    LockFactory(key="k", **{state: True})
+    page = browser_of(role).get(page_of("k")).rendered_content
+    assert (f"{RELEASE}?key=k" in page) is offered
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(("role", "offered"), [("viewer", False), ("operator", True)])
+def test_action(role: str, offered: bool) -> None:
+    """The list has the action and its checkboxes for those who may use it."""
+    LockFactory(held=True)
+    page = browser_of(role).get(LIST).rendered_content
+    assert ('value="force_release"' in page) is offered
+    assert ("_selected_action" in page) is offered
+
+
+# The list
+
+
+@pytest.mark.parametrize("state", State.values)
+def test_filter_by_state(operator: Client, state: str) -> None:
+    """Each filter shows the rows of one state, and their pill says which."""
+    for each in State.values:
+        LockFactory(key=f"a lock {each}", **{each: True})
+    response = operator.get(LIST, {"state": state})
+    assert listed(response) == [f"a lock {state}"]
+    assert f'class="dblocks-state dblocks-{state}">{state}<' in (
+        response.rendered_content
+    )
+
+
+def test_unknown_state(operator: Client) -> None:
+    """A filter that doesn't exist filters nothing."""
+    LockFactory(key="k")
+    assert listed(operator.get(LIST, {"state": "select"})) == ["k"]
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("job", ["JOB:1", "job:2"]),
+        ("JOB:", ["JOB:1", "job:2"]),
+        ("WORKER", ["job:2"]),
+        ("nightly", ["JOB:1"]),
+        ("job nightly", ["JOB:1"]),
+        ("'the nightly'", ["JOB:1"]),
+        ("'nightly the'", []),
+        ("%", []),
+        ("_", []),
+        ("\\", []),
+        ("'", []),
+        ("nothing", []),
+        ("", ["JOB:1", "job:2", "other"]),
+    ],
+)
+def test_search(operator: Client, search: str, found: list[str]) -> None:
+    """Key, holder and note are searched, whatever the case of the letters."""
+    LockFactory(key="JOB:1", note="The Nightly import")
+    LockFactory(key="job:2", held=True, holder="Worker:7")
+    LockFactory(key="other")
+    assert listed(operator.get(LIST, {"q": search})) == found
+
+
+def test_search_for_nul(operator: Client) -> None:
+    """A search that no database would take is refused in words."""
+    assert told(operator.get(LIST, {"q": "a\0b"}))
+
+
+@pytest.mark.parametrize("column", range(1, 6))
+@pytest.mark.parametrize("direction", ["", "-"])
+def test_sorting(operator: Client, column: int, direction: str) -> None:
+    """Every column sorts."""
+    for state in State.values:
+        LockFactory(**{state: True})
+    assert len(listed(operator.get(LIST, {"o": f"{direction}{column}"}))) == 4
+
+
+@pytest.mark.parametrize("query", ["", "q=row", "state=held", "o=-2.4"])
+def test_number_of_queries(
+    operator: Client, query: str, django_assert_num_queries: Any
+) -> None:
+    """A list costs as many queries for one row as for fifty."""
+    LockFactory(held=True)
+    with django_assert_num_queries(6):
+        assert len(listed(operator.get(f"{LIST}?{query}"))) == 1
+    LockFactory.bulk(49, held=True)
+    with django_assert_num_queries(6):
+        assert len(listed(operator.get(f"{LIST}?{query}"))) == 50
+
+
+def test_pages(operator: Client) -> None:
+    """Every row is on one page, in the order of the keys."""
+    LockFactory.bulk(120)
+    keys = [key for n in (1, 2, 3) for key in listed(operator.get(LIST, {"p": n}))]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == 120
+    assert listed(operator.get(LIST, {"all": ""})) == keys
+
+
+def test_page_out_of_range(operator: Client) -> None:
+    """A page that isn't there leads back to the list."""
+    LockFactory.bulk(60)
+    assert operator.get(LIST, {"p": 3}).status_code == 302
+
+
+def test_counting_stops(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where counting stopped, the page says that there are more."""
+    monkeypatch.setattr(changelist, "MAX_COUNT", 100)
+    LockFactory.bulk(100)
+    assert "100 locks" in operator.get(LIST).rendered_content.replace("≥100", "")
+    LockFactory()
+    assert "≥100 locks" in operator.get(LIST).rendered_content
+    assert operator.get(LIST, {"p": 3}).status_code == 302
+
+
+def test_list_and_page_agree(operator: Client) -> None:
+    """State and times are those of the database, in the list and on the page."""
+    LockFactory(key="k", expired=True, age=600, holder="host:1:t", note="why")
+    for url in (LIST, page_of("k")):
+        page = operator.get(url).rendered_content
+        assert 'dblocks-expired">expired<' in page
+        assert "host:1:t" in page
+        assert ">11 min ago<" in page
+        assert ">10 min overdue<" in page
+
+
+def test_released_lock_has_no_holder(operator: Client) -> None:
+    """Who released a lock isn't shown as its holder."""
+    with distributed_lock("k"):
+        pass
+    lock = stored("k")
+    assert lock.holder
+    for url in (LIST, page_of("k")):
+        assert lock.holder not in operator.get(url).rendered_content
+
+
+@pytest.mark.parametrize("use_tz", [True, False])
+def test_exact_time(operator: Client, settings: Any, use_tz: bool) -> None:
+    """The exact moment is there in local time and in UTC, whatever USE_TZ says."""
+    settings.USE_TZ, settings.TIME_ZONE = use_tz, "Asia/Tokyo"
+    LockFactory(key="k", held=True, age=60)
+    moment = stored("k").acquired_at
+    assert moment is not None
+    title = (
+        f"{moment + timedelta(hours=9):%Y-%m-%d %H:%M:%S} JST "
+        f"({moment:%Y-%m-%d %H:%M:%S} UTC)"
+    )
+    with timezone.override("Asia/Tokyo"):
+        assert f'title="{title}"' in operator.get(LIST).rendered_content
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s ago"),
+        (119.9, "119 s ago"),
+        (120, "2 min ago"),
+        (7199, "119 min ago"),
+        (7200, "2 h ago"),
+        (172800, "2 days ago"),
+        (-0.4, "0 s ago"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    """A duration is said in a unit of which there are at least two."""
+    assert wording.phrase(wording.AGO, seconds) == text
+
+
+# The confirmation
+
+
+@pytest.mark.parametrize("door", ["button", "action"])
+def test_confirmation(operator: Client, door: str) -> None:
+    """Both doors lead to one page, which tells what will happen."""
+    LockFactory(key="k", held=True, holder="host:1:t", note="why", version=41)
+    if door == "button":
+        response = operator.get(RELEASE, {"key": "k"})
+    else:
+        response = act(operator, "k")
+    page = response.rendered_content
+    for text in ("host:1:t", "why", "dblocks-held", " ago</time>", "won’t commit"):
+        assert text in page
+    assert Elements(response).fields("lock") == ["41:k"]
+    assert f'action="{RELEASE}"' in page
+    assert page.count("<h1>") == 1
+
+
+@pytest.mark.parametrize("data", [{}, {"key": "k"}, {"key": "gone"}, {"key": "a\0"}])
+def test_nothing_to_confirm(operator: Client, data: dict[str, str]) -> None:
+    """Free, unknown and unnamed locks can't be released."""
+    LockFactory(key="k")
+    response = operator.get(RELEASE, data, follow=True)
+    assert response.redirect_chain == [(LIST, 302)]
+    assert told(response) == [
+        "There was nothing to release: nobody holds what was selected."
+    ]
+
+
+def test_nothing_ticked(operator: Client) -> None:
+    """The action without a lock says so."""
+    LockFactory(held=True)
+    assert "Items must be selected" in told(operator.get(act(operator).url))[0]
+
+
+def test_free_locks_ticked(operator: Client) -> None:
+    """The action on free locks alone says so; among others they are left out."""
+    LockFactory(key="a")
+    LockFactory(key="b", held=True)
+    response = act(operator, "a")
+    assert response.status_code == 302
+    assert "nothing to release" in told(operator.get(response.url))[0]
+    assert Elements(act(operator, "a", "b")).fields("lock") == ["1:b"]
+
+
+def test_all_across_pages(operator: Client) -> None:
+    """All that the filter shows is confirmed, and released, at once."""
+    LockFactory.bulk(70, held=True)
+    LockFactory.bulk(30)
+    LockFactory(key="other", cooling=True)
+    elements = Elements(act(operator, "x", url=f"{LIST}?state=held", select_across=1))
+    fields = elements.fields("lock")
+    assert len(fields) == 70
+    [url] = [
+        target
+        for _tag, attributes in elements.found
+        if (target := attributes.get("action")) and target.startswith(RELEASE)
+    ]
+    response = operator.post(url, {"lock": fields, "reason": "r"}, follow=True)
+    assert response.redirect_chain == [(f"{LIST}?state=held", 302)]
+    assert told(response)[0].startswith("Released 70 locks: <bdi>row:")
+    assert told(response)[0].endswith(", ….")
+    assert DistributedLock.objects.free().count() == 100
+    assert LogEntry.objects.count() == 70
+
+
+def test_more_than_fit(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page has a limit, and says when it was reached."""
+    monkeypatch.setattr(dblocks_admin, "MAX_AT_ONCE", 3)
+    LockFactory.bulk(4, held=True)
+    response = act(operator, "x", select_across=1)
+    assert len(Elements(response).fields("lock")) == 3
+    assert "these are the first 3" in response.rendered_content
+
+
+# The release
+
+
+@pytest.mark.parametrize("state", ["held", "expired", "cooling"])
+def test_release(operator: Client, state: str) -> None:
+    """The lock is free, its holder fenced off, the page says so."""
+    LockFactory(key="k", version=7, **{state: True})
+    response = release(operator, field("k", 7), follow=True)
+    assert told(response) == ["Released 1 lock: <bdi>k</bdi>."]
+    assert DistributedLock.objects.free().filter(pk="k", version=8).exists()
+
+
+@pytest.mark.parametrize("reason", ["", "   ", "x" * 256])
+def test_reason_is_required(operator: Client, reason: str) -> None:
+    """Without a fitting reason the page is shown again, with the versions it had."""
+    LockFactory(key="k", held=True, version=5)
+    response = release(operator, field("k", 5), reason=reason)
+    assert response.status_code == 200
+    assert "errorlist" in response.rendered_content
+    assert Elements(response).fields("lock") == ["5:k"]
+    assert stored("k").version == 5
+
+
+def test_without_reason_and_changed(operator: Client) -> None:
+    """What changed hands meanwhile isn't slipped onto the page that is shown again."""
+    LockFactory(key="a", held=True, version=5)
+    LockFactory(key="b", held=True, version=6)
+    response = release(operator, field("a", 5), field("b", 5), reason="")
+    assert Elements(response).fields("lock") == ["5:a"]
+    assert "<bdi>b</bdi>" in told(response)[0]
+
+
+def test_stale_confirmation(operator: Client) -> None:
+    """A lock that changed hands since is left alone and named."""
+    LockFactory(key="same", held=True, version=3)
+    LockFactory(key="other's", held=True, version=4)
+    LockFactory(key="freed", version=3)
+    response = release(
+        operator,
+        *(field(key, 3) for key in ("same", "other's", "gone", "freed")),
+        follow=True,
+    )
+    assert told(response) == [
+        "Released 1 lock: <bdi>same</bdi>.",
+        "Left 3 locks alone, which were released or changed hands since the page was "
+        "shown: <bdi>other's</bdi>, <bdi>gone</bdi>, <bdi>freed</bdi>.",
+    ]
+    assert [message.level_tag for message in response.context["messages"]] == [
+        "success",
+        "warning",
+    ]
+    assert stored("other's").version == 4
+    assert list(LogEntry.objects.values_list("object_id", flat=True)) == ["same"]
+
+
+def test_changed_at_the_last_moment(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The condition is in the statement that releases, not only in a look before."""
+    LockFactory(key="k", held=True)
+
+    def take_over(self: Any, key: str) -> bool:
+        DistributedLock.objects.force_release(key)
+        DistributedLock.objects.acquire(key, owner="new", lease=60)
+        return False
+
+    monkeypatch.setattr(dblocks_admin.DistributedLockAdmin, "_is_busy", take_over)
+    assert "Left 1 lock alone" in told(release(operator, field("k"), follow=True))[0]
+    assert stored("k").owner == "new"
+    assert not LogEntry.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["", "k", ":k", "x:k", "1:", "1:%00", "1:" + "k" * 256, "9" * 5000 + ":k"]
+)
+def test_fields_that_no_page_has(operator: Client, value: str) -> None:
+    """Made-up fields release nothing and break nothing."""
+    LockFactory(key="k", held=True)
+    response = release(operator, value, follow=True)
+    assert "nothing to release" in told(response)[0]
+    assert stored("k").version == 1
+
+
+def test_log_entry(operator: Client) -> None:
+    """The history says who had it, under which token, and why it was released."""
+    LockFactory(key="k", held=True, holder="web-1:7:t", version=41)
+    release(operator, field("k", 41), reason="[hung] <b>since noon</b>")
+    entry = LogEntry.objects.get()
+    assert entry.user.username == "operator"
+    assert (entry.object_id, entry.object_repr) == ("k", "k")
+    assert entry.get_change_message() == (
+        "Force released (was held by web-1:7:t, fencing token 41). "
+        "Reason: [hung] <b>since noon</b>"
+    )
+    page = operator.get(page_of("k", "history")).rendered_content
+    assert html.escape(entry.get_change_message()) in page
+
+
+def test_history_of_one_key(operator: Client) -> None:
+    """Keys that a database's text comparison takes for one have separate histories."""
+    for key in ("job", "Job"):
+        LockFactory(key=key, held=True)
+        release(operator, field(key), reason=f"about {key}")
+    page = operator.get(page_of("Job", "history")).rendered_content
+    assert "about Job" in page
+    assert "about job" not in page
+    assert "1 entry" in page
+
+
+def test_signal(operator: Client) -> None:
+    """Machines are told who did it and why."""
+    heard: list[dict[str, Any]] = []
+
+    def listen(**kwargs: Any) -> None:
+        heard.append(kwargs)
+
+    LockFactory(key="k", held=True, owner="o", version=3)
+    lock_force_released.connect(listen)
+    try:
+        release(operator, field("k", 3), reason="stuck")
+    finally:
+        lock_force_released.disconnect(listen)
+    [signal] = heard
+    assert signal["by"].username == "operator"
+    assert (signal["key"], signal["fencing_token"]) == ("k", 3)
+    assert (signal["owner"], signal["reason"]) == ("o", "stuck")
+
+
+# Where it runs
+
+
+@pytest.fixture
+def people(committed: None) -> Iterator[None]:
+    """Users in a committed database, removed at the end."""
+    yield
+    User.objects.all().delete()
+
+
+@pytest.mark.usefixtures("people")
+def test_atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release is committed at once where requests run in transactions."""
+    for alias in connections:
+        monkeypatch.setitem(connections.settings[alias], "ATOMIC_REQUESTS", True)
+    in_transaction: list[bool] = []
+
+    def listen(**kwargs: Any) -> None:
+        in_transaction.append(connection.in_atomic_block)
+
+    LockFactory(key="k", held=True)
+    client = browser_of("operator")
+    lock_force_released.connect(listen)
+    try:
+        assert client.get(LIST).status_code == 200
+        release(client, field("k"))
+    finally:
+        lock_force_released.disconnect(listen)
+    assert in_transaction == [False]
+    assert LogEntry.objects.count() == 1
+
+
+@pytest.mark.usefixtures("people", "two_writers")
+def test_row_locked_by_a_transaction(
+    other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock whose holder is about to commit doesn't keep the request waiting."""
+    monkeypatch.setattr(dblocks_admin, "PATIENCE", 0.1)
+    client = browser_of("operator")
+    lease = distributed_lock("k").acquire()
+    version = lease.fencing_token
+    assert version is not None
+    with transaction.atomic():
+        lease.guard()
+        response = other.do(release, client, field("k", version), follow=True)
+    assert "an open transaction has locked" in told(response)[0]
+    assert not LogEntry.objects.exists()
+    assert lease.release()
+
+
+@pytest.mark.django_db(databases=["default", "locks"])
+def test_locks_in_another_database(settings: Any) -> None:
+    """The admin lists and releases where the default backend keeps its locks."""
+    if "locks" not in connections.settings:
+        pytest.skip("LOCKS_DATABASE_URL names no second database")
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
+    client = browser_of("operator")
+    LockFactory(key="here", held=True)
+    elsewhere = DistributedLock.objects.using("locks")
+    elsewhere.acquire("there", owner="o", lease=60)
+    version = elsewhere.get().version
+    assert listed(client.get(LIST)) == ["there"]
+    assert client.get(page_of("there")).status_code == 200
+    assert Elements(act(client, "there")).fields("lock") == [field("there", version)]
+    response = release(client, field("there", version), follow=True)
+    assert told(response) == ["Released 1 lock: <bdi>there</bdi>."]
+    assert elsewhere.free().count() == 1
+    assert DistributedLock.objects.using("default").get().version == 1
+    assert LogEntry.objects.using("default").count() == 1
+    assert "stuck" in client.get(page_of("there", "history")).rendered_content
+
+
+def test_other_engine(operator: Client, settings: Any) -> None:
+    """With another engine as the default, the admin shows the lock table."""
+    path = "dblocks.backends.locmem.LocMemBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path}}
+    LockFactory(key="k")
+    assert listed(operator.get(LIST)) == ["k"]
+
+
+class Operations(admin.AdminSite):
+    """A project's own admin."""
+
+    site_header = "Operations"
+
+
+operations = Operations(name="operations")
+operations.register(DistributedLock, dblocks_admin.DistributedLockAdmin)
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("operations/", operations.urls),
+    path("i18n/", include("django.conf.urls.i18n")),
+]
+
+
+@pytest.mark.urls(__name__)
+def test_custom_admin_site(operator: Client) -> None:
+    """In a project's own admin every link stays there."""
+    LockFactory(key="k", held=True)
+    base = "/operations/dblocks/distributedlock/"
+    confirmation = operator.get(f"{base}force-release/?key=k")
+    pages = [
+        operator.get(base),
+        operator.get(f"{base}k/change/"),
+        operator.get(f"{base}k/history/"),
+        confirmation,
+        act(operator, "k", url=base),
+    ]
+    for response in pages:
+        targets = {
+            attributes.get("href") or attributes.get("action") or ""
+            for _tag, attributes in Elements(response).found
+        }
+        assert not [target for target in targets if target.startswith("/admin/")]
+        assert "Operations" in response.rendered_content
+    data = {"lock": Elements(confirmation).fields("lock"), "reason": "r"}
+    response = operator.post(f"{base}force-release/", data)
+    assert response.url == base
+
+
+# What pages are made of
+
+
+def pages(client: Client, key: str) -> list[Any]:
+    """Every page that shows a lock."""
+    responses = [
+        client.get(LIST),
+        client.get(page_of(key)),
+        client.get(page_of(key, "history")),
+        client.get(RELEASE, {"key": key}),
+        release(client, field(key), reason=""),
+    ]
+    assert {response.status_code for response in responses} == {200}
+    return responses
+
+
+def test_no_inline_script_or_style(operator: Client) -> None:
+    """Nothing that a strict Content-Security-Policy would refuse."""
+    LockFactory(key="k", held=True)
+    for response in pages(operator, "k"):
+        for tag, attributes in Elements(response).found:
+            assert tag != "style"
+            assert tag != "script" or attributes["src"]
+            assert "style" not in attributes
+            assert not [name for name in attributes if name.startswith("on")]
+            assert not (attributes.get("href") or "").startswith("javascript:")
+
+
+@pytest.mark.skipif(django.VERSION < (6, 1), reason="the admin has no nonces there")
+def test_nonces(operator: Client, settings: Any) -> None:
+    """Where Django's own files carry a nonce, ours do too."""
+    settings.SECURE_CSP = {"script-src": ["'nonce-…'"]}
+    settings.MIDDLEWARE = [
+        *settings.MIDDLEWARE,
+        "django.middleware.csp.ContentSecurityPolicyMiddleware",
+    ]
+    processor = "django.template.context_processors.csp"
+    [templates] = copy.deepcopy(settings.TEMPLATES)
+    templates["OPTIONS"]["context_processors"].append(processor)
+    settings.TEMPLATES = [templates]
+    LockFactory(key="k", held=True)
+    for response in pages(operator, "k"):
+        for tag, attributes in Elements(response).found:
+            if tag == "script" or attributes.get("rel") == "stylesheet":
+                assert attributes.get("nonce"), attributes
+
+
+@hostile
+def test_hostile_keys_are_shown(operator: Client, key: str) -> None:
+    """Any key's pages open, and show it as text."""
+    LockFactory(key=key, held=True, holder=key, note=key)
+    for response in pages(operator, key):
+        text = response.rendered_content
+        assert "<script>alert" not in text
+        # Django itself strips the keys in its titles.
+        assert html.escape(key[:60].strip()) in text
+
+
+@hostile
+def test_hostile_keys_are_released(operator: Client, key: str) -> None:
+    """What a confirmation page holds names the key exactly."""
+    LockFactory(key=key, held=True)
+    LockFactory(key="other", held=True)
+    button = operator.get(page_of(key))
+    [url] = [
+        attributes["href"]
+        for _tag, attributes in Elements(button).found
+        if attributes.get("class") == "dblocks-force-release"
+    ]
+    [value] = Elements(operator.get(url)).fields("lock")
+    response = release(operator, value, follow=True)
+    assert told(response) == [f"Released 1 lock: <bdi>{key}</bdi>."]
+    assert not DistributedLock.objects.held().filter(pk=key).exists()
+    assert stored("other").version == 1
+    assert LogEntry.objects.get().object_id == key
+
+
+@hostile
+def test_hostile_keys_are_ticked(operator: Client, key: str) -> None:
+    """The value of a checkbox names the key exactly, line ends and all."""
+    LockFactory(key=key, held=True)
+    [value] = Elements(operator.get(LIST)).fields("_selected_action")
+    # As browsers do with the values of form fields.
+    sent = value.replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\r\n")
+    assert Elements(act(operator, sent)).fields("lock") == [field(key)]
