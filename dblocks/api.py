@@ -32,7 +32,8 @@ def distributed_lock(
 
     At most one owner at a time, among all processes on the same database, has a lease
     on ``key``. Re-entrant for the owner: the current thread, asyncio task, or whoever
-    presents the same ``owner=``. No I/O happens here; it works at import time. ::
+    presents the same ``owner=``. No I/O happens here; it works at import time, and the
+    lock may be shared by threads and used again. ::
 
         with distributed_lock("import", lease=60) as lease:
             ...
@@ -40,9 +41,18 @@ def distributed_lock(
         @distributed_lock("order:{order_id}", timeout=2)
         def pay(request, order_id): ...
 
-    Durations are seconds or ``timedelta``. Times are the database's; mutual exclusion
-    by a lease alone ends with the lease: a holder that is paused for longer is caught
-    by ``atomic=True``, :meth:`Lease.guard` or the fencing token.
+    Entering waits for ``timeout`` and raises :exc:`LockTimeout` when somebody else had
+    the key all that time; a database error stays Django's own. The lease is renewed by
+    a thread of dblocks until the block is left. Leaving releases, and raises
+    :exc:`LeaseLost` if the lease was lost meanwhile, unless the body raised already.
+
+    Nothing runs in the caller's transaction: inside ``atomic()`` a second connection is
+    used (on SQLite that is refused). A release inside a transaction is put off until
+    that has ended, by commit or by rollback.
+
+    Durations are seconds or ``timedelta``. Times are the database's. Not guaranteed:
+    mutual exclusion by a lease alone ends with the lease; a holder that is paused for
+    longer is caught by ``atomic=True``, :meth:`Lease.guard` or the fencing token.
 
     Args:
         key: What is locked, up to 255 characters, compared exactly. In the decorator
@@ -50,24 +60,31 @@ def distributed_lock(
             that gets them and returns the key.
         timeout: How long to wait; ``0`` tries once, ``None`` waits for ever. Default:
             setting ``TIMEOUT``, 3 s.
-        lease: How long it is held without being renewed, 0.1 s to 366 days. Default:
-            setting ``LEASE``, 30 s.
-        renew: Renew in the background for as long as the lease is referred to.
-        max_hold: No renewal moves the expiry beyond this long after the acquisition.
-        hold_at_least: After an early release the key stays taken, *cooling*, until
-            this long after the acquisition (Chubby's lock-delay, 2006, and ShedLock's
-            ``lockAtLeastFor`` are the models).
-        owner: An explicit owner id, up to 64 characters.
-        atomic: Run the body in ``transaction.atomic()`` and commit only while still
-            holding.
-        on_locked: Decorator form, when the wait ran out: ``None``, ``"raise"``,
-            ``"skip"`` or a callable ``(exc, *args, **kwargs)``.
+        lease: How long it is held without being renewed, 0.1 s to 366 days; under 1 s
+            is for tests. Default: setting ``LEASE``, 30 s.
+        renew: Renew in the background, at a third of what ``remaining()`` starts from,
+            for as long as the lease is referred to.
+        max_hold: No renewal moves the expiry beyond this long after the acquisition;
+            ``None`` for no limit. Not with ``renew=False``.
+        hold_at_least: After an early release, by an exception too, the key stays taken,
+            *cooling*, until this long after the acquisition (Chubby's lock-delay, 2006,
+            and ShedLock's ``lockAtLeastFor`` are the models).
+        owner: An explicit owner id, up to 64 characters: whoever presents the same one,
+            in any thread, process or machine, re-enters. Default: made anew for each
+            outermost acquisition.
+        atomic: Run the body in ``transaction.atomic()`` on the default database and
+            commit only while still holding. Not on async functions and blocks.
+        on_locked: Decorator form, when the wait ran out: ``None`` (a view answers 423,
+            any other call raises :exc:`LockTimeout`), ``"raise"``, ``"skip"`` (return
+            ``None`` without running, by default without waiting) or a callable
+            ``(exc, *args, **kwargs)`` whose result is returned.
         note: Free text for people, up to 255 characters.
         backend: Alias in the setting ``DBLOCKS``.
 
     Raises:
         InvalidKey: The key can't name a lock.
-        TypeError, ValueError: Another argument is unfit.
+        TypeError: An argument, or what is decorated, is of the wrong type.
+        ValueError: An argument is out of range.
     """
     if timeout is lease is UNSET and _is_bare(key, sys._getframe(1)):
         raise TypeError(
@@ -102,28 +119,37 @@ def transaction_lock(
     ``SELECT … FOR UPDATE`` on the lock's row, in the transaction that is open on the
     lock's database, or in one that it opens. The database holds it until that
     transaction ends; there is no lease, nothing to renew and nothing to lose but the
-    connection. Excludes leases on the same key and is excluded by them. ::
+    connection. Excludes leases on the same key and is excluded by them. No I/O happens
+    here; it works at import time, and may be shared by threads and used again. ::
 
         @transaction_lock("stock:{product_id}", timeout=5)
         def sell(product_id): ...
 
         with transaction_lock("stock:7", nowait=True) as row: ...
 
-    On SQLite, which has no row locks, it takes the database's write lock.
+    The same transaction may lock a row again; nested with a lease of the same owner on
+    the same key it raises. For another transaction it waits in the database's own
+    queue, for a lease by reading. What the transaction has read before may be older
+    than the lock: take the lock first. On SQLite, which has no row locks, it takes the
+    database's write lock.
 
     Args:
         key: As for :func:`distributed_lock`.
         timeout: Seconds or ``timedelta`` to wait, fractions kept; ``None`` waits for
             ever. Default: setting ``TIMEOUT``, 3 s. Not with the other two.
         nowait: Raise at once when the key is taken.
-        skip_locked: Yield ``None``, or skip the function, when the key is taken.
+        skip_locked: Yield ``None``, or skip the function, when the key is taken. Not
+            on views.
         backend: Alias in the setting ``DBLOCKS``, of a database backend.
 
     Raises:
-        LockTimeout: The key stayed taken; the caller's transaction stays usable.
-        LockError: The same owner holds a lease on the key.
-        NotSupportedError: The locks are in another database, or in none.
-        TypeError, ValueError: An argument is unfit.
+        InvalidKey: The key can't name a lock.
+        TypeError: An argument is of the wrong type, or what is decorated is async.
+        ValueError: An argument is out of range, or excludes another.
+        LockTimeout: On entering: the key stayed taken; the caller's transaction stays
+            usable.
+        LockError: On entering: the same owner holds a lease on the key.
+        NotSupportedError: On entering: the locks are in another database, or in none.
     """
     if timeout is UNSET and _is_bare(key, sys._getframe(1)):
         raise TypeError(

@@ -156,7 +156,8 @@ def pessimistic_wait(
     nowait: object, skip_locked: object, timeout_value: object
 ) -> PessimisticWait:
     """Return how to wait; at most one of the three may be given."""
-    if flag("nowait", nowait) and flag("skip_locked", skip_locked):
+    nowait, skip_locked = flag("nowait", nowait), flag("skip_locked", skip_locked)
+    if nowait and skip_locked:
         raise ValueError("nowait=True and skip_locked=True exclude each other")
     if (nowait or skip_locked) and timeout_value is not None:
         name = "nowait" if nowait else "skip_locked"

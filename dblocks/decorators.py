@@ -141,6 +141,7 @@ def _decorate_sync(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
 
     timeout = _timeout(lock)
     has_inner = MARK in getattr(function, "__dict__", {})
+    excluded: set[str] = getattr(function, "_non_atomic_requests", set())
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,7 @@ def _decorate_sync(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
             own = views.RequestTransactions.of(request)
             own.leases.append(lease)
             try:
-                with own.open([] if has_inner else own.due(request)):
+                with own.open([] if has_inner else own.due(request, excluded)):
                     response = function(*args, **kwargs)
             finally:
                 own.leases.remove(lease)
@@ -178,7 +179,6 @@ def _decorate_sync(lock: Lock, function: Any, make_key: keys.KeyMaker) -> Any:
         return response
 
     setattr(wrapper, MARK, lock)
-    excluded: set[str] = getattr(function, "_non_atomic_requests", set())
     wrapper._non_atomic_requests = views.OwnTransactions(excluded)  # type: ignore[attr-defined]
     return wrapper
 
@@ -222,7 +222,8 @@ async def _run_async_view(
     """Run an async class-based view, whose ``dispatch`` returns a coroutine."""
     from . import views
 
-    if views.RequestTransactions.of(request).due(request):
+    excluded: set[str] = getattr(function, "_non_atomic_requests", set())
+    if views.RequestTransactions.of(request).due(request, excluded):
         # Django's own refusal, which the mark on the view has silenced.
         raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")
     if lock.atomic:

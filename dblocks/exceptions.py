@@ -71,8 +71,8 @@ class LeaseLost(LockError):
     Attributes:
         key: The key of the lost lease.
         fencing_token: Its token, or ``None`` on an engine without tokens.
-        reason: ``"expired"``, ``"taken"``, ``"forced"``, ``"backend"`` or
-            ``"forked"``.
+        reason: ``"expired"``, ``"taken"``, ``"forced"``, ``"backend"``,
+            ``"forked"``, or ``"released"`` for a lease that was given back before.
     """
 
     _MEANINGS = {
@@ -92,6 +92,8 @@ class LeaseLost(LockError):
         super().__init__(key)
 
     def __str__(self) -> str:
+        if self.reason == "released":
+            return f"The lease on {self.key!r} was released: it proves nothing now."
         meaning = self._MEANINGS.get(self.reason, self.reason)
         return (
             f"The lease on {self.key!r} (fencing token {self.fencing_token}) is "

@@ -78,7 +78,9 @@ class SecondsUntil(Func):
     arity = 1
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        template = "((JULIANDAY(%(expressions)s) - JULIANDAY('NOW')) * 86400.0)"
+        # Rounded: days in a double are some 40 µs off, and 20 s would be 20.00001.
+        days = "JULIANDAY(%(expressions)s) - JULIANDAY('NOW')"
+        template = f"ROUND(({days}) * 86400.0, 3)"
         return self.as_sql(compiler, connection, template=template, **context)
 
     def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:

@@ -36,11 +36,15 @@ class _Formatter(string.Formatter):
             ) from None
 
 
-_formatter = _Formatter()
+class _Trial(string.Formatter):
+    """Finds fault with a template alone: its values fit every field."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        return _Anything()
 
 
 class _Anything:
-    """Fits every field of a template, so that only the template itself can fail."""
+    """Has every attribute and every item, and can be formatted in every way."""
 
     def __getattr__(self, name: str) -> _Anything:
         return self
@@ -50,6 +54,9 @@ class _Anything:
 
     def __format__(self, spec: str) -> str:
         return ""
+
+
+_formatter = _Formatter()
 
 
 def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMaker:
@@ -74,7 +81,7 @@ def maker(key: str | Callable[..., str], function: Callable[..., Any]) -> KeyMak
     template = key
     try:
         fields = set(_fields(template))
-        _formatter.vformat(template, (), dict.fromkeys(fields, _Anything()))
+        _Trial().vformat(template, (), {})
     except ValueError as error:
         raise InvalidKey(
             f"key is no str.format template: {template!r} ({error}); write {{{{ and "

@@ -131,6 +131,8 @@ class Lock:
 
         Raises:
             LockTimeout: Somebody else had the key all that time.
+            LockError: This thread's own transaction has the key's row locked.
+            SynchronousOnlyOperation: An event loop is running in this thread.
             TransactionManagementError: It can't be taken beside the open transaction
                 (SQLite, or autocommit switched off by hand).
             DatabaseError: The database's own; it never means "taken".
@@ -144,6 +146,10 @@ class Lock:
 
         Args:
             timeout: As for :meth:`acquire`; default 0, don't wait.
+
+        Raises:
+            LockError, TransactionManagementError, DatabaseError: As for
+                :meth:`acquire`; a fault is never ``None``.
         """
         wait = self._wait(timeout)
         lease = _run(self._acquiring(ownership.current(), wait))
@@ -480,9 +486,11 @@ class Lock:
 class Lease:
     """The proof of holding a lock, for a bounded time that is renewed.
 
-    A context manager that releases on leaving. May be handed to another thread and
-    released there. Members: see the methods and properties; ``key``, ``owner`` and
-    ``backend`` say what is held, by whom and where.
+    A context manager that releases on leaving, and then raises :exc:`LeaseLost` if the
+    lease was lost meanwhile and the body raised nothing itself. May be handed to
+    another thread and released there. One that nothing refers to any more is renewed
+    no longer, with a ``ResourceWarning``. ``key``, ``owner`` and ``backend`` say what
+    is held, by whom and where.
     """
 
     def __init__(
@@ -645,6 +653,8 @@ class Lease:
 
         Raises:
             LeaseLost: It is gone; a lost lease is never brought back.
+            DatabaseError: The database is out of reach, or a transaction has the row
+                pinned for longer than a second; the lease runs on as before.
         """
         self._renew_now(None if lease is None else arguments.lease(lease))
 

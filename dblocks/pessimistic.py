@@ -101,12 +101,13 @@ class TransactionLock:
         row_locks.refuse_nesting(using, self.key)
         if in_transaction(connection):
             yield row_locks.lock_row(using, self.key, wait)
-        elif connection.vendor == "sqlite" and not connection.in_atomic_block:
-            with row_locks.sqlite_transaction(connection, self.key, wait) as row:
-                yield row
-        else:
+        elif connection.in_atomic_block:
+            # A TestCase's transaction.
             with transaction.atomic(using=using):
                 yield row_locks.lock_row(using, self.key, wait)
+        else:
+            with row_locks.own_transaction(connection, self.key, wait) as row:
+                yield row
 
 
 def _database(backend: BaseBackend) -> str:

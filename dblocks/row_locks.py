@@ -27,9 +27,14 @@ from .waiting import pauses
 
 
 def lock_row(
-    using: str, key: str, wait: PessimisticWait
+    using: str, key: str, wait: PessimisticWait, give_up: float | None = None
 ) -> models.DistributedLock | None:
-    """Lock a key's row in the current transaction; see ``objects.for_update()``."""
+    """Lock a key's row in the current transaction; see ``objects.for_update()``.
+
+    Args:
+        give_up: For a transaction that was begun for the row: when the wait is over,
+            by ``time.monotonic()``.
+    """
     connection = connections[using]
     if not connection.in_atomic_block:
         raise TransactionManagementError(
@@ -40,7 +45,7 @@ def lock_row(
     if connection.vendor == "sqlite":
         row = _lock_sqlite(connection, key, wait)
     else:
-        row = _lock(connection, key, wait)
+        row = _lock(connection, key, wait, give_up)
     if row is not None:
         transactions.note_row_lock(using, key)
     return row
@@ -57,12 +62,55 @@ def refuse_nesting(using: str, key: str) -> None:
             )
 
 
-def _lock(
+def _end(wait: PessimisticWait) -> float:
+    """Return when a wait that begins now is over."""
+    return time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
+
+
+@contextmanager
+def own_transaction(
     connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait
+) -> Iterator[models.DistributedLock | None]:
+    """A transaction that begins with the key's row locked."""
+    with ExitStack() as block:
+        if connection.vendor == "sqlite":
+            yield _begin_sqlite(connection, key, wait, block)
+        else:
+            yield _begin(connection, key, wait, block)
+
+
+def _begin(
+    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, block: ExitStack
+) -> models.DistributedLock | None:
+    give_up = _end(wait)
+    patience = max(give_up, time.monotonic() + PATIENCE)
+    while True:
+        with ExitStack() as attempt:
+            attempt.enter_context(transaction.atomic(using=connection.alias))
+            try:
+                row = lock_row(connection.alias, key, wait, give_up)
+            except OperationalError as error:
+                # The snapshot is older than what the last holder wrote. Nothing was
+                # done in this transaction yet: another one begins.
+                stale = transactions.is_serialization_failure(connection, error)
+                if time.monotonic() >= patience or not (
+                    stale or isinstance(error, StaleSnapshot)
+                ):
+                    raise
+            else:
+                block.enter_context(attempt.pop_all())
+                return row
+
+
+def _lock(
+    connection: BaseDatabaseWrapper,
+    key: str,
+    wait: PessimisticWait,
+    give_up: float | None,
 ) -> models.DistributedLock | None:
     using = connection.alias
-    started = time.monotonic()
-    give_up = started + (FOREVER if wait.timeout is None else wait.timeout)
+    own = give_up is not None
+    give_up = _end(wait) if give_up is None else give_up
     transactions.run(using, lambda beside, _: models.ensure_row(beside, key))
     delays = pauses(alone=False)
     unseen = 0
@@ -75,7 +123,7 @@ def _lock(
         if seen is not None and seen.remaining <= 0:
             left = max(0.0, give_up - time.monotonic())
             try:
-                row = _select(connection, key, left, wait)
+                row = _select(connection, key, left, wait, mark=own)
             except WaitOver:
                 if time.monotonic() < give_up and not wait.skip:
                     continue
@@ -83,10 +131,10 @@ def _lock(
                 return None
             if row is not None:
                 return row
-            if wait.skip:
+            if wait.skip and _sees_it_free(connection, key):
                 return None
             unseen += 1
-            if unseen > 1:
+            if unseen > 1 or wait.skip:
                 _refuse_stale_snapshot(connection, key, wait, seen)
         elif time.monotonic() >= give_up:
             _refuse(key, wait, seen or Reading())
@@ -95,31 +143,76 @@ def _lock(
         time.sleep(min(delay, max(seen.remaining, 0.001)) if seen else delay)
 
 
+PATIENCE = 1.0
+"""Seconds for which a transaction of dblocks' own is begun anew if it must be."""
+
+
 class WaitOver(Exception):
     """The database gave the row's lock to nobody in time."""
 
 
+class StaleSnapshot(OperationalError):
+    """The transaction sees the key's row as it was some time ago."""
+
+
 def _select(
-    connection: BaseDatabaseWrapper, key: str, left: float, wait: PessimisticWait
+    connection: BaseDatabaseWrapper,
+    key: str,
+    left: float,
+    wait: PessimisticWait,
+    *,
+    mark: bool,
 ) -> models.DistributedLock | None:
-    """Lock the row if it is free of a lease; ``None`` if it isn't, or can't be seen."""
+    """Lock the row if it is free of a lease; ``None`` if it isn't, or can't be seen.
+
+    Args:
+        mark: Where transactions have snapshots, see to it that PostgreSQL refuses the
+            row to the next one if its snapshot is older than this one's commit.
+    """
     nowait = left == 0 and not wait.skip
-    rows = models.DistributedLock.objects.using(connection.alias).filter(
+    keys = [key]
+    if connection.vendor == "mysql" and _isolation(connection) in _WITHOUT_SNAPSHOT:
         # By range, InnoDB lets go of a row that turns out not to match; "key = …"
-        # keeps it locked.
-        key__in=[key, f"{key}\0"] if connection.vendor == "mysql" else [key],
-        expires_at__lte=UtcNow(),
+        # keeps it locked. With snapshots it keeps both, and the gap behind the row.
+        keys.append(f"{key}\0")
+    free = models.DistributedLock.objects.using(connection.alias).filter(
+        key__in=keys, expires_at__lte=UtcNow()
     )
-    rows = rows.select_for_update(nowait=nowait, skip_locked=wait.skip)
+    rows = free.select_for_update(nowait=nowait, skip_locked=wait.skip)
     limit = None if nowait or wait.skip or left > 86400 else left
     try:
-        with _bounded(connection, limit):
+        with _bounded(connection, limit) as isolation:
             row: models.DistributedLock | None = next(iter(rows), None)
+            if mark and row is not None and isolation not in _WITHOUT_SNAPSHOT:
+                free.update(hold_count=F("hold_count"))
             return row
     except OperationalError as error:
         if _is_lock_timeout(connection, error):
             raise WaitOver from error
         raise
+
+
+def _sees_it_free(connection: BaseDatabaseWrapper, key: str) -> bool:
+    """Tell whether the transaction's snapshot has a free row of the key."""
+    rows = models.DistributedLock.objects.using(connection.alias)
+    return (
+        connection.vendor != "postgresql"
+        or rows.filter(key=key, expires_at__lte=UtcNow()).exists()
+    )
+
+
+_WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
+
+
+def _isolation(connection: Any) -> str:
+    """Return the isolation level of a session on MySQL or MariaDB."""
+    level: str | None = connection.isolation_level
+    if level is None:
+        with connection.cursor() as cursor:
+            # tx_isolation or transaction_isolation, by version.
+            cursor.execute("SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
+            level = str(cursor.fetchone()[-1]).lower().replace("-", " ")
+    return level
 
 
 _MYSQL_WAIT_OVER = {1205, 1969, 3024, 3572}
@@ -132,8 +225,13 @@ def _is_lock_timeout(connection: BaseDatabaseWrapper, error: OperationalError) -
 
 
 @contextmanager
-def _bounded(connection: BaseDatabaseWrapper, limit: float | None) -> Iterator[None]:
-    """Bound how long a statement waits, in fractions of a second."""
+def _bounded(
+    connection: BaseDatabaseWrapper, limit: float | None
+) -> Iterator[str | None]:
+    """Bound how long a statement waits, in fractions of a second.
+
+    Yields the transaction's isolation level, on PostgreSQL.
+    """
     if connection.vendor == "postgresql":
         milliseconds = 0 if limit is None else max(1, round(limit * 1000))
         # The savepoint keeps the transaction usable after a wait that ran out, and
@@ -142,18 +240,19 @@ def _bounded(connection: BaseDatabaseWrapper, limit: float | None) -> Iterator[N
             with connection.cursor() as cursor:
                 cursor.execute(
                     "SELECT current_setting('lock_timeout'), "
+                    "current_setting('transaction_isolation'), "
                     "set_config('lock_timeout', %s, true)",
                     [f"{milliseconds}ms"],
                 )
-                before = cursor.fetchone()[0]
-            yield
+                before, isolation, _ = cursor.fetchone()
+            yield isolation
             with connection.cursor() as cursor:
                 cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
     elif limit is None:
-        yield
+        yield None
     else:
         with connection.execute_wrapper(partial(_with_limit, connection, limit)):
-            yield
+            yield None
 
 
 def _with_limit(
@@ -178,17 +277,16 @@ def _refuse_stale_snapshot(
     connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, seen: Reading
 ) -> None:
     """Raise if the row will never be seen free in this transaction."""
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
             cursor.execute("SHOW transaction_isolation")
-        else:
-            # tx_isolation or transaction_isolation, by version.
-            cursor.execute("SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
-        isolation = cursor.fetchone()[-1].lower().replace("-", " ")
-    if isolation in {"read committed", "read uncommitted"}:
+            isolation = str(cursor.fetchone()[0])
+    else:
+        isolation = _isolation(connection)
+    if isolation in _WITHOUT_SNAPSHOT:
         return
     if connection.vendor == "postgresql":
-        raise OperationalError(
+        raise StaleSnapshot(
             f"The row of the lock {key!r} changed after this transaction's snapshot "
             f"({isolation}) was taken, which therefore can't lock it. Take the lock "
             f"before the transaction reads anything."
@@ -219,23 +317,15 @@ def _timeout(key: str, wait: PessimisticWait, seen: Reading) -> LockTimeout:
 # SQLite
 
 
-@contextmanager
-def sqlite_transaction(
-    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait
-) -> Iterator[models.DistributedLock | None]:
-    """A transaction that starts with the write lock and finds the key free.
+def _begin_sqlite(
+    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, block: ExitStack
+) -> models.DistributedLock | None:
+    """Begin a transaction that has the write lock and finds the key free.
 
     The wait for a lease is over before the transaction begins: inside, it would keep
     the holder from releasing.
     """
-    with ExitStack() as block:
-        yield _begin_sqlite(connection, key, wait, block)
-
-
-def _begin_sqlite(
-    connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait, block: ExitStack
-) -> models.DistributedLock | None:
-    give_up = time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
+    give_up = _end(wait)
     for delay in pauses(alone=False):
         seen = models.read(connection, key) or Reading()
         left = max(0.0, give_up - time.monotonic())
@@ -262,7 +352,7 @@ def _lock_sqlite(
     connection: BaseDatabaseWrapper, key: str, wait: PessimisticWait
 ) -> models.DistributedLock | None:
     """Take the database's only write lock, in the transaction that is open."""
-    give_up = time.monotonic() + (FOREVER if wait.timeout is None else wait.timeout)
+    give_up = _end(wait)
     for delay in pauses(alone=False):
         seen = models.read(connection, key) or Reading()
         left = give_up - time.monotonic()

@@ -2,8 +2,9 @@
 
 All signals are sent with ``send_robust``: a receiver that fails is logged by
 Django and can't break locking. ``sender`` is the class
-:class:`dblocks.locks.Lock`. Every signal has ``key`` (``str``) and ``backend``
-(the alias in ``DBLOCKS``); durations are seconds.
+:class:`dblocks.locks.Lock`, for a force release the model. Every signal has ``key``
+(``str``) and, but for a force release, ``backend`` (the alias in ``DBLOCKS``);
+durations are seconds.
 """
 
 from __future__ import annotations
@@ -26,5 +27,6 @@ lock_lost = Signal()
 lock_timed_out = Signal()
 
 #: ``owner`` and ``fencing_token`` of the grant that was ended, ``holder``, ``by``
-#: (who did it: a user, a name or ``None``), ``reason`` (free text).
+#: (who did it: a user, a name or ``None``), ``reason`` (free text), ``using`` (the
+#: alias of the database; ``backend`` is ``None``).
 lock_force_released = Signal()

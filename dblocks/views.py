@@ -158,10 +158,6 @@ class OwnTransactions(set[str]):
     def __contains__(self, alias: object) -> bool:
         return True
 
-    def excludes(self, alias: str) -> bool:
-        """Tell whether the project wants no transaction on a database."""
-        return set.__contains__(self, alias)
-
 
 def atomic_aliases() -> list[str]:
     """Return the databases with ``ATOMIC_REQUESTS``."""
@@ -191,13 +187,18 @@ class RequestTransactions:
             setattr(http, cls.ATTRIBUTE, own)
         return own
 
-    def due(self, request: HttpRequest) -> list[str]:
-        """Return the databases on which Django left the transaction to us."""
+    def due(self, request: HttpRequest, excluded: set[str]) -> list[str]:
+        """Return the databases on which Django left the transaction to us.
+
+        Args:
+            excluded: Those on which what is decorated wants none.
+        """
         match = request.resolver_match
         mark = getattr(match and match.func, "_non_atomic_requests", None)
         if self.opened or not isinstance(mark, OwnTransactions):
             return []
-        return [alias for alias in atomic_aliases() if not mark.excludes(alias)]
+        excluded = {*mark, *excluded}
+        return [alias for alias in atomic_aliases() if alias not in excluded]
 
     @contextmanager
     def open(self, aliases: list[str]) -> Iterator[None]:

@@ -83,8 +83,13 @@ class Place:
         if self._woken is None:
             self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         if not self._event.is_set():
-            with suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), seconds)
+            # Not wait_for(), which before Python 3.12 may swallow a cancellation.
+            assert self._loop is not None
+            timer = self._loop.call_later(seconds, self._woken.set)
+            try:
+                await self._woken.wait()
+            finally:
+                timer.cancel()
         self._woken.clear()
         self._event.clear()
 

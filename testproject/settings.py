@@ -7,6 +7,9 @@
     A second database, with the alias ``locks``.
 ``DATABASE_ISOLATION``
     ``read committed`` or ``repeatable read``, on MariaDB, MySQL and PostgreSQL.
+``SHOP_THINKING``
+    How many seconds, more or less, buyers and payments take in the shop's site: long
+    enough that a race can be seen.
 ``DEBUG``, ``SECRET_KEY``, ``ALLOWED_HOSTS``, ``TIME_ZONE``, ``USE_TZ``
     As in Django.
 """
@@ -57,6 +60,7 @@ TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
         "APP_DIRS": True,
+        "DIRS": [BASE_DIR / "testproject" / "templates"],
         "OPTIONS": {
             "context_processors": [
                 "django.template.context_processors.request",
@@ -87,3 +91,5 @@ TIME_ZONE = env.str("TIME_ZONE", default="UTC")
 USE_TZ = env.bool("USE_TZ", default=True)
 
 STATIC_URL = "static/"
+
+SHOP_THINKING = env.float("SHOP_THINKING", default=1.0)

@@ -1,8 +1,8 @@
 """Run pytest once for every database configuration, on private servers.
 
 ``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Three runs go
-on at a time, which mostly wait; the output of each is shown when it ends, in full if it failed. A
-database that can't be started is an error.
+on at a time, which mostly wait; the output of each is shown when it ends, in full if it
+failed. A database that can't be started is an error.
 """
 
 from __future__ import annotations

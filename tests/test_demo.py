@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 from django.conf import settings
@@ -26,7 +28,7 @@ from testproject.shop.sale import Result, Sale
 from testproject.shop.selling import VARIANTS
 from tests.fixtures import in_memory
 from tests.processes import ROOT
-from tests.timing import DEADLINE
+from tests.timing import DEADLINE, eventually
 
 SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
 TIME_LIMIT = 55
@@ -125,6 +127,79 @@ def test_interrupted_demo(environment: dict[str, str]) -> None:
         process.send_signal(signal.SIGINT)
         _output, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, errors) == (130, "CommandError: Interrupted.\n")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+class Visitor:
+    """A browser without a window, which keeps cookies."""
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self._opener = build_opener(HTTPCookieProcessor())
+
+    def get(self, path: str) -> str:
+        with self._opener.open(self.site + path, timeout=DEADLINE) as answer:
+            self.text: str = answer.read().decode()
+        return self.text
+
+    def submit(self, path: str, **fields: str) -> str:
+        """Send the page's form, its hidden fields included."""
+        hidden = re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', self.text)
+        data = urlencode({**dict(hidden), **fields}).encode()
+        with self._opener.open(self.site + path, data, timeout=DEADLINE) as answer:
+            self.text = answer.read().decode()
+        return self.text
+
+
+def test_site(environment: dict[str, str]) -> None:
+    """The shop is left open; the operator frees the lock that the demo holds."""
+    address = f"127.0.0.1:{free_port()}"
+    with running(environment, "--serve", address, "--no-sale") as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if "Quit the server" in line:
+                break
+        found = re.search(r"operator, password (\w+)", said)
+        assert found is not None, said
+        visitor = Visitor(f"http://{address}")
+        eventually(lambda: answers(address), what="the site")
+        assert "Reserved globe" in visitor.get("/")
+        assert visitor.get("/locks/").count('class="pill held"') == 1
+        key = re.findall(r'data-key="([^"]+)"', visitor.text)[-1]
+        visitor.get("/admin/login/")
+        visitor.submit("/admin/login/", username="operator", password=found[1])
+        release = "/admin/dblocks/distributedlock/force-release/"
+        visitor.get(f"{release}?key={key}")
+        visitor.submit(release, reason="somebody wants to buy it")
+        assert 'class="pill held"' not in visitor.get("/locks/")
+        for line in process.stdout:
+            if "was taken from us" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0
+
+
+def answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_nothing_to_do() -> None:
+    """Neither a sale nor a site is refused."""
+    with pytest.raises(CommandError, match="nothing to do without --serve"):
+        call_command("demo", no_sale=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from .. import arguments, clock
 from ..signals import lock_force_released
 from .base import BaseBackend, Grant, Reading, Renewal, Renewed, Request
+
+logger = logging.getLogger("dblocks")
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,15 @@ class LocMemBackend(BaseBackend):
             )
         from ..locks import Lock
 
+        logger.warning(
+            "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
+            key,
+            row.owner,
+            row.holder,
+            row.version,
+            by,
+            reason,
+        )
         lock_force_released.send_robust(
             sender=Lock,
             key=key,

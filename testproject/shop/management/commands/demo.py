@@ -3,7 +3,7 @@ from __future__ import annotations
 import signal
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,16 +13,23 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import OperationalError, connection
 from django.utils.translation import ngettext
 
-from dblocks import LockTimeout, distributed_lock
+from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from testproject.shop.crew import Crew, Event, Unexpected
 from testproject.shop.models import Order, Product
+from testproject.shop.operators import Account, make_operators
 from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
 from testproject.shop.selling import VARIANTS, Checkout, Variant
 
 LEASE = 2.0
 SLACK = 2.0
 """Seconds by which a busy machine may be late."""
+
+SITE_LEASE = 15.0
+"""Seconds after which a killed site's own lock is free."""
+
+STOCK = {"Brass lamp": 1, "Teapot": 5, "Oak chair": 3, "Reserved globe": 2}
+"""What the site sells; the last is kept locked."""
 
 PREFIX = "shop:"
 WIDTH = 79
@@ -38,7 +45,8 @@ BAR = 20
 class Command(BaseCommand):
     help = (
         "Hold a flash sale in several processes, with and without locks, then kill and "
-        "pause holders of locks. Makes and empties the shop's tables."
+        "pause holders of locks; with --serve, open the shop as a site afterwards. "
+        "Makes and empties the shop's tables."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -48,6 +56,17 @@ class Command(BaseCommand):
         parser.add_argument(
             "--threads", type=int, default=2, help="buyers at once in each process"
         )
+        parser.add_argument(
+            "--serve",
+            nargs="?",
+            const="127.0.0.1:8000",
+            metavar="ADDRESS:PORT",
+            help="leave the shop running as a site, at this address (default: "
+            "%(const)s), until it is interrupted",
+        )
+        parser.add_argument(
+            "--no-sale", action="store_true", help="with --serve: the site alone"
+        )
 
     def handle(
         self,
@@ -56,9 +75,13 @@ class Command(BaseCommand):
         buyers: int,
         processes: int,
         threads: int,
+        serve: str | None,
+        no_sale: bool,
         verbosity: int,
         **options: Any,
     ) -> None:
+        if no_sale and not serve:
+            raise CommandError("--no-sale leaves nothing to do without --serve.")
         if stock < 1 or threads < 1 or processes < 2 or buyers < 2 * stock:
             raise CommandError(
                 "It takes at least one piece, one thread, two processes, and twice as "
@@ -72,11 +95,28 @@ class Command(BaseCommand):
             )
         self.verbosity = verbosity
         self.problems: list[str] = []
-        started = time.monotonic()
         try:
-            self.show(Sale(stock, buyers, threads), processes)
+            self.migrate()
+            if not no_sale:
+                self.judge(Sale(stock, buyers, threads), processes)
+            if serve:
+                self.serve(serve)
         except KeyboardInterrupt:
             raise CommandError("Interrupted.", returncode=130) from None
+        except LockTimeout as error:
+            raise CommandError(f"Another demo is at work. {error}") from error
+
+    def migrate(self) -> None:
+        try:
+            call_command("migrate", verbosity=0, interactive=False)
+        except OperationalError as error:
+            raise CommandError(f"The database can't be used: {error}") from error
+
+    def judge(self, sale: Sale, processes: int) -> None:
+        """Show everything, and fail when something wasn't as it should be."""
+        started = time.monotonic()
+        try:
+            self.show(sale, processes)
         except Unexpected as error:
             self.problems.append(str(error))
         if self.problems:
@@ -89,21 +129,13 @@ class Command(BaseCommand):
         )
 
     def show(self, sale: Sale, processes: int) -> None:
-        try:
-            call_command("migrate", verbosity=0, interactive=False)
-        except OperationalError as error:
-            raise CommandError(f"The database can't be used: {error}") from error
-        lock = distributed_lock(f"{PREFIX}demo", timeout=0, note="manage.py demo")
-        try:
-            with Crew() as crew, interruptible(crew), lock:
-                empty_shop()
-                for _ in range(processes):
-                    crew.hire()
-                self.show_sales(sale, crew)
-                self.show_killed_holder(crew)
-                self.show_paused_holder(crew)
-        except LockTimeout as error:
-            raise CommandError(f"Another demo is at work. {error}") from error
+        with Crew() as crew, interruptible(crew), only_one():
+            empty_shop()
+            for _ in range(processes):
+                crew.hire()
+            self.show_sales(sale, crew)
+            self.show_killed_holder(crew)
+            self.show_paused_holder(crew)
         DistributedLock.objects.filter(key__startswith=PREFIX).prune(0)
 
     # The flash sale
@@ -222,11 +254,59 @@ class Command(BaseCommand):
                 f"{earlier.data['token']}."
             )
 
+    # The site
+
+    def serve(self, address: str) -> None:
+        """Open the shop, and keep one lock that an operator can free."""
+        with stoppable(), only_one():
+            empty_shop()
+            products = [
+                Product.objects.create(name=name, stock=stock)
+                for name, stock in STOCK.items()
+            ]
+            accounts = make_operators()
+            reserved = products[-1]
+            lock = distributed_lock(
+                Checkout(reserved.pk, "").key,
+                timeout=0,
+                lease=SITE_LEASE,
+                note="reserved by manage.py demo",
+            )
+            with lock.acquire() as lease:
+                lease.on_lost(self.tell_lost)
+                self.introduce(address, reserved, accounts)
+                call_command(
+                    "runserver", address, use_reloader=False, insecure_serving=True
+                )
+
+    def introduce(
+        self, address: str, reserved: Product, accounts: list[Account]
+    ) -> None:
+        site = f"http://{address}"
+        self.heading("The shop is open")
+        self.say(f"  {site}/        the shop: press a button in two windows")
+        self.say(f"  {site}/locks/  its locks")
+        self.say(f"  {site}/admin/  where an operator may free them, a viewer not:")
+        for account in accounts:
+            self.say(f"    {account.username}, password {account.password}")
+        self.say()
+        self.say(
+            f"This process holds the lock on {reserved.name!r}: nobody can buy it "
+            f"until an operator\nfrees it. Another server on the same stock: "
+            f"manage.py runserver 8001"
+        )
+        self.say()
+
+    def tell_lost(self, lease: Lease) -> None:
+        """Say that the operator has freed the lock; called in another thread."""
+        self.say(self.style.NOTICE(f"The lock {lease.key!r} was taken from us."))
+
     # Output
 
     def say(self, text: str = "") -> None:
         if self.verbosity:
             self.stdout.write(text)
+            self.stdout.flush()
 
     def heading(self, text: str) -> None:
         self.say()
@@ -262,6 +342,22 @@ def cells(result: Result) -> list[str]:
     ]
 
 
+def only_one() -> Lock:
+    """Return the lock without which two demos would empty each other's shop."""
+    return distributed_lock(f"{PREFIX}demo", timeout=0, note="manage.py demo")
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let signals that would end this process end the site and release its locks."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with handling(stop):
+        yield
+
+
 @contextmanager
 def interruptible(crew: Crew) -> Iterator[None]:
     """Let signals that would end this process end the crew and release the lock."""
@@ -269,10 +365,17 @@ def interruptible(crew: Crew) -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         crew.interrupt(CommandError("Interrupted.", returncode=128 + signum))
 
+    with handling(interrupt):
+        yield
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals that people and systems stop a process with."""
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {each: signal.signal(each, interrupt) for each in signals}
+    before = {each: signal.signal(each, handler) for each in signals}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for each, previous in before.items():
+            signal.signal(each, previous)

@@ -1,0 +1,183 @@
+"""Support for the tests of projects that use locks.
+
+:func:`hold_elsewhere` plays the competitor, :func:`move_clock` lets leases run out
+without waiting, :func:`clear_locks` empties a backend between tests.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+
+from asgiref.sync import sync_to_async
+from django.db import DatabaseError, InterfaceError
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from . import arguments, clock, ownership, transactions
+from .arguments import UNSET, Unset
+from .backends.database import DatabaseBackend
+from .backends.locmem import LocMemBackend
+from .conf import DEFAULT_ALIAS, backends
+from .locks import Lease, Lock, _run, _sync_only
+from .renewal import timekeeper
+
+__all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
+
+
+class hold_elsewhere:
+    """Somebody else holds a key for the time of the block. ::
+
+        with hold_elsewhere("checkout", note="nightly import"):
+            response = self.client.post("/checkout/")
+        assert response.status_code == 423
+
+    The holder is an owner of its own, neither the current thread nor task: the block
+    is refused the key as by another process. Taken at once and, on the database,
+    outside the block's own transactions, or on the test's connection inside a
+    ``TestCase``; renewed until the end of the block, then released. In async tests:
+    ``async with``.
+
+    Args:
+        key: What is held.
+        lease: For how long without renewal; default: the backend's.
+        note: The holder's note.
+        backend: Alias in the setting ``DBLOCKS``.
+
+    Returns:
+        On entering, the holder's :class:`~dblocks.Lease`, which can be released
+        before the block's end.
+
+    Raises:
+        LockTimeout: On entering: the key is taken already.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        lease: float | timedelta | Unset = UNSET,
+        note: str = "",
+        backend: str = DEFAULT_ALIAS,
+    ) -> None:
+        self._lock = Lock(
+            arguments.key(key), timeout=0, lease=lease, note=note, backend=backend
+        )
+        self._owner = ownership.Owner("held elsewhere")
+        self._leases: list[Lease] = []
+
+    def _enter(self) -> Lease:
+        lease = self._lock._or_timeout(
+            _run(self._lock._acquiring(self._owner, 0.0)), 0.0
+        )
+        self._leases.append(lease)
+        return lease
+
+    def _exit(self, exc: BaseException | None) -> None:
+        try:
+            # Not release(): a transaction of the block's is none of the holder's.
+            self._leases.pop()._release()
+        except (DatabaseError, InterfaceError):
+            # The block may have broken the test's transaction: its error counts.
+            if exc is None:
+                raise
+
+    @_sync_only
+    def __enter__(self) -> Lease:
+        return self._enter()
+
+    @_sync_only
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit(exc)
+
+    async def __aenter__(self) -> Lease:
+        return await sync_to_async(self._enter)()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await sync_to_async(self._exit)(exc)
+
+
+def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> None:
+    """Let that much time pass for the locks, in no time. ::
+
+        with distributed_lock("import", lease=30) as lease:
+            move_clock(31)
+            assert not lease.held
+
+    As if this process had been suspended: nothing was renewed meanwhile, so that
+    leases shorter than this are lost when it returns (their callbacks run in a thread,
+    soon afterwards), and longer ones are renewed at the next moment.
+
+    The database's clock can't be moved: its rows are made older instead, which comes
+    to the same for this process. Others, which share the test database but not the
+    moved clock, find their leases shortened.
+
+    Args:
+        seconds: Forward only; the clock is never set back.
+        backend: The alias of the backend whose locks grow older; a database or
+            ``LocMemBackend``.
+
+    Raises:
+        NotImplementedError: The backend is another engine, with a clock of its own.
+    """
+    by = arguments.duration("seconds", seconds)
+    engine = backends[backend]
+    if isinstance(engine, DatabaseBackend):
+        # The rows first: a lease renewed in between is thought shorter than it is.
+        transactions.run(engine.using, partial(_make_older, seconds=by))
+    elif not isinstance(engine, LocMemBackend):
+        raise NotImplementedError(
+            f"The clock of the backend {backend!r} can't be moved: use LocMemBackend."
+        )
+    clock.advance(by)
+    for hold in timekeeper.holds():
+        hold.is_live()
+    timekeeper.hurry()
+
+
+def _make_older(
+    connection: BaseDatabaseWrapper, doubtful: bool, *, seconds: float
+) -> None:
+    from . import models
+
+    models.make_older(connection, seconds)
+
+
+async def amove_clock(
+    seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS
+) -> None:
+    """:func:`move_clock` for async tests."""
+    await sync_to_async(move_clock)(seconds, backend=backend)
+
+
+def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
+    """Free all keys of a backend, held and cooling ones; tokens go on rising.
+
+    For tests on ``LocMemBackend``, where nothing rolls back what a test leaves
+    behind. Whoever still holds a lease finds it force-released.
+
+    Args:
+        backend: Alias in the setting ``DBLOCKS``, of a database or
+            ``LocMemBackend``.
+    """
+    engine = backends[backend]
+    if isinstance(engine, DatabaseBackend):
+        from .models import DistributedLock
+
+        locks = DistributedLock.objects.using(engine.using)
+        for key in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
+            locks.force_release(key, by=__name__, reason="cleared")
+    elif isinstance(engine, LocMemBackend):
+        engine.clear()
+    else:
+        raise NotImplementedError(f"The backend {backend!r} can't be cleared.")

@@ -1,0 +1,200 @@
+"""The shop as a site: who may buy, pay and restock at the same time, and who may not.
+
+Each view that changes something is one critical section: the lock is its decorator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from django import forms
+from django.conf import settings
+from django.db import transaction
+from django.db.models import F
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404, redirect, render
+from django.views.decorators.http import require_POST, require_safe
+
+from dblocks import LockTimeout, current_lease, distributed_lock
+
+from . import selling
+from .board import payment_lock, product_locks, seen
+from .models import Order, Product
+
+COMPARED = [selling.VARIANTS[name] for name in ("plain", "process-lock", "optimistic")]
+"""Ways to sell that can be tried beside the shop's own; two of them oversell."""
+
+
+class CheckoutForm(forms.Form):
+    customer = forms.CharField(
+        label="Your name",
+        max_length=100,
+        widget=forms.TextInput({"autocomplete": "name"}),
+    )
+
+
+# What is for sale
+
+
+@require_safe
+def catalogue(request: HttpRequest) -> HttpResponse:
+    """Show all products, and which of them somebody is buying right now."""
+    return render(request, "shop/catalogue.html", {"board": product_locks()})
+
+
+@require_safe
+def product(request: HttpRequest, pk: int) -> HttpResponse:
+    """Show one product and the button that buys it."""
+    return _product(request, get_object_or_404(Product, pk=pk), CheckoutForm())
+
+
+def _product(
+    request: HttpRequest, product: Product, form: CheckoutForm, status: int = 200
+) -> HttpResponse:
+    context = {
+        "product": product,
+        "form": form,
+        "lock": seen(selling.Checkout(product.pk, "").key),
+        "compared": COMPARED,
+        "thinking": settings.SHOP_THINKING,
+    }
+    return render(request, "shop/product.html", context, status=status)
+
+
+# Buying
+
+
+@require_POST
+@distributed_lock("shop:stock:{pk}", atomic=True, note="checkout")
+def checkout(request: HttpRequest, pk: int) -> HttpResponse:
+    """Sell one piece: look at the stock, think, write, commit, and then unlock.
+
+    Who comes second waits for three seconds (the default), and then sees the stock as
+    the first one's commit has left it, or is told that it takes longer: 423.
+    """
+    return _sell(request, pk, selling.plain)
+
+
+@require_POST
+def compare(request: HttpRequest, pk: int, way: str) -> HttpResponse:
+    """Sell one piece in another way, to see it oversell or begin again."""
+    for variant in COMPARED:
+        if variant.name == way:
+            return _sell(request, pk, variant.buy)
+    raise Http404(f"There is no way {way!r} to sell.")
+
+
+def _sell(
+    request: HttpRequest, pk: int, way: Callable[[selling.Checkout], Order]
+) -> HttpResponse:
+    product = get_object_or_404(Product, pk=pk)
+    form = CheckoutForm(request.POST)
+    if not form.is_valid():
+        return _product(request, product, form, status=400)
+    customer = form.cleaned_data["customer"]
+    try:
+        order = way(selling.Checkout(pk, customer, thinking=settings.SHOP_THINKING))
+    except selling.SoldOut:
+        context = {"product": product, "customer": customer}
+        return render(request, "shop/sold_out.html", context, status=409)
+    return redirect("shop:order", order.pk)
+
+
+# Paying
+
+
+@require_safe
+def order(request: HttpRequest, pk: int) -> HttpResponse:
+    """Show an order and the button that pays it."""
+    order = get_object_or_404(Order.objects.prefetch_related("items__product"), pk=pk)
+    context = {"order": order, "lock": seen(payment_lock(order.pk))}
+    return render(request, "shop/order.html", context)
+
+
+def duplicate_operation(
+    request: HttpRequest, pk: int, *, at_work: bool = False
+) -> HttpResponse:
+    """Answer the second click of a double click."""
+    context = {"order": get_object_or_404(Order, pk=pk), "at_work": at_work}
+    return render(request, "shop/duplicate.html", context, status=409)
+
+
+def _refuse_second_click(
+    error: LockTimeout, request: HttpRequest, pk: int
+) -> HttpResponse:
+    return duplicate_operation(request, pk, at_work=True)
+
+
+@require_POST
+@distributed_lock(
+    "shop:order:{pk}", timeout=0, note="payment", on_locked=_refuse_second_click
+)
+def pay(request: HttpRequest, pk: int) -> HttpResponse:
+    """Pay an order once, however often the button is pressed.
+
+    Two things refuse the second click. While the first is at work, that is the lock:
+    nobody waits for it. After it, the lock is free again and can't know what happened
+    under it; the order can, so its state is asked, under the lock.
+
+    The payment takes time and happens elsewhere, so no transaction is open meanwhile.
+    The one that writes it down ends with the guard.
+    """
+    order = get_object_or_404(Order, pk=pk)
+    if order.state == Order.State.PAID:
+        return duplicate_operation(request, pk)
+    _charge(order)
+    with transaction.atomic():
+        order.state = Order.State.PAID
+        order.save(update_fields=["state"])
+        current_lease().guard()
+    return redirect("shop:order", order.pk)
+
+
+def _charge(order: Order) -> None:
+    """Ask for the money.
+
+    A real one sends the order's number as the key that makes a repetition harmless:
+    a process that dies after this, and before the commit, leaves an unpaid order.
+    """
+    time.sleep(settings.SHOP_THINKING)
+
+
+# Restocking
+
+
+def _no_van(error: LockTimeout, request: HttpRequest, pk: int) -> HttpResponse:
+    product = get_object_or_404(Product, pk=pk)
+    context = {"product": product, "retry_after": round(error.retry_after) or 1}
+    return render(request, "shop/no_van.html", context, status=409)
+
+
+@require_POST
+@distributed_lock(
+    "shop:van:{pk}", timeout=0, hold_at_least=20, note="van", on_locked=_no_van
+)
+@distributed_lock("shop:stock:{pk}", atomic=True, note="restocking")
+def restock(request: HttpRequest, pk: int) -> HttpResponse:
+    """Bring one piece, at most every 20 seconds, on however many servers.
+
+    The stock's own lock is taken as well: a checkout that has looked already would
+    write its number over this one.
+    """
+    get_object_or_404(Product, pk=pk)
+    Product.objects.filter(pk=pk).update(stock=F("stock") + 1)
+    return redirect("shop:product", pk)
+
+
+# Looking at locks
+
+
+@require_safe
+def locks(request: HttpRequest) -> HttpResponse:
+    """Show what is locked; with ``?watch`` again and again."""
+    watching = "watch" in request.GET
+    context: dict[str, Any] = {"watching": watching, "board": product_locks(whole=True)}
+    response = render(request, "shop/locks.html", context)
+    if watching:
+        response["Refresh"] = "1"
+    return response

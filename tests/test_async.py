@@ -1,0 +1,402 @@
+"""Locks in event loops: cancelled at any moment, waited for by hundreds, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from dblocks import Lease, Lock, LockTimeout
+from tests import asgi
+from tests.fixtures import OtherThread, in_memory
+from tests.test_ownership import run
+from tests.timing import DEADLINE, SLACK, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+#: Asgiref's thread for sync code, the first waiter at its gate, the timekeeper, the
+#: renewals, and what is just ending.
+FEW_THREADS = 6
+#: Of asgiref's thread, the renewals, the gate of who holds and of who is next, and the
+#: holder's.
+FEW_CONNECTIONS = 6
+
+
+class Open:
+    """What is open in this process beside what was there at the start."""
+
+    def __init__(self) -> None:
+        self.connections: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
+        self.threads_before = set(threading.enumerate())
+        self.most_threads = self.most_connections = 0
+
+    def threads(self) -> int:
+        return len(set(threading.enumerate()) - self.threads_before)
+
+    def connected(self) -> int:
+        if in_memory():
+            # Django never closes a connection to a database in memory.
+            return 0
+        return sum(each.connection is not None for each in list(self.connections))
+
+    def note(self) -> None:
+        self.most_threads = max(self.most_threads, self.threads())
+        self.most_connections = max(self.most_connections, self.connected())
+
+    async def watch(self) -> None:
+        while True:
+            self.note()
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Count the threads and connections that appear from now on."""
+    # Asgiref's thread stays for the rest of the process.
+    asyncio.run(sync_to_async(threading.get_ident)())
+    opened = Open()
+    connect = BaseDatabaseWrapper.connect
+
+    def remember(self: BaseDatabaseWrapper) -> None:
+        opened.connections.add(self)
+        connect(self)
+
+    monkeypatch.setattr(BaseDatabaseWrapper, "connect", remember)
+    return opened
+
+
+class Inside:
+    """Fails when two are inside at once."""
+
+    def __init__(self) -> None:
+        self.count = self.entries = 0
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        assert not self.count, "two are inside"
+        self.count += 1
+        self.entries += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+
+
+def test_a_thousand_cancellations(
+    lock: Locks, key: str, opened: Open, committed: None
+) -> None:
+    """Tasks cancelled anywhere in acquire, body and release leave nothing behind."""
+    chance = random.Random(20240229)
+    keys = [f"{key}:{number}" for number in range(4)]
+    inside = {name: Inside() for name in keys}
+    cancelled = 0
+    pace = 0.0
+
+    async def visit(name: str, stay: float) -> None:
+        async with lock(name, lease=60, timeout=DEADLINE):
+            with inside[name].visit():
+                await asyncio.sleep(stay)
+
+    async def by_hand(name: str, stay: float) -> None:
+        acquiring = lock(name, lease=60).aacquire(timeout=DEADLINE)
+        lease = await asyncio.wait_for(acquiring, 2 * DEADLINE)
+        try:
+            with inside[name].visit():
+                await asyncio.sleep(stay)
+        finally:
+            await lease.arelease()
+
+    async def cancel(task: asyncio.Task[None], after: float) -> None:
+        nonlocal cancelled
+        await asyncio.sleep(after)
+        cancelled += task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def round_of(size: int) -> None:
+        tasks = []
+        for number in range(size):
+            form = chance.choice([visit, by_hand])
+            stay = chance.choice([0, 0.0005, 0.002])
+            tasks.append(asyncio.create_task(form(keys[number % 4], stay)))
+        # From before the first has the lock until after the last has given it back.
+        spread = chance.choice([0.2, 2, 20]) * pace
+        await asyncio.gather(*[cancel(t, chance.uniform(0, spread)) for t in tasks])
+
+    async def main() -> None:
+        nonlocal pace
+        started = time.monotonic()
+        for _ in range(5):
+            async with lock():
+                pass
+        pace = (time.monotonic() - started) / 5
+        while cancelled < 1000:
+            await round_of(40)
+        for name in keys:
+            lease = await lock(name).aacquire(timeout=SLACK)
+            await lease.arelease()
+
+    run(main())
+    assert sum(each.entries for each in inside.values()) > 10
+    eventually(lambda: not opened.threads(), what="the end of the threads")
+    eventually(lambda: not opened.connected(), what="the end of the connections")
+
+
+def waiters(lock: Locks, count: int, **options: Any) -> Any:
+    """Return a coroutine of so many tasks that take the key, and their visits."""
+    inside = Inside()
+    waiting = 0
+
+    async def visit() -> None:
+        nonlocal waiting
+        waiting += 1
+        async with lock(lease=60, **options):
+            with inside.visit():
+                await asyncio.sleep(0)
+
+    async def main(opened: Open, meanwhile: Coroutine[Any, Any, object]) -> list[Any]:
+        watching = asyncio.create_task(opened.watch())
+        tasks = [asyncio.create_task(visit()) for _ in range(count)]
+        while waiting < count:
+            await asyncio.sleep(0.01)
+        # Time enough to look for those who would each take a thread.
+        await asyncio.sleep(0.3)
+        await meanwhile
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        opened.note()
+        watching.cancel()
+        return results
+
+    return main, inside
+
+
+def test_hundreds_wait(
+    acquire: Leases, lock: Locks, other: OtherThread, opened: Open
+) -> None:
+    """Hundreds of waiting tasks cost a few threads and connections; all get in."""
+    lease = other.do(acquire)
+    main, inside = waiters(lock, 200, timeout=2 * DEADLINE)
+    release = sync_to_async(other.do, thread_sensitive=False)(lease.release)
+    assert run(main(opened, release)) == [None] * 200
+    assert inside.entries == 200
+    # The loop's own pool ran the release.
+    assert opened.most_threads <= FEW_THREADS + 1
+    assert opened.most_connections <= FEW_CONNECTIONS
+
+
+def test_hundreds_time_out(
+    acquire: Leases, lock: Locks, other: OtherThread, opened: Open
+) -> None:
+    """Nor do they when the time of all runs out at once; each is told who holds."""
+    other.do(acquire, note="the import")
+    main, inside = waiters(lock, 200, timeout=0.6)
+    results = run(main(opened, asyncio.sleep(0)))
+    assert {type(result) for result in results} == {LockTimeout}
+    assert {result.note for result in results} == {"the import"}
+    assert all(20 < result.retry_after <= 60 for result in results)
+    assert opened.most_threads <= FEW_THREADS
+    assert opened.most_connections <= FEW_CONNECTIONS
+    assert not inside.entries
+
+
+def test_first_come_first_served(lock: Locks, acquire: Leases) -> None:
+    """Tasks of one process get the key in the order in which they asked for it."""
+    lease = acquire()
+    order: list[int] = []
+
+    async def visit(number: int) -> None:
+        async with lock(timeout=DEADLINE):
+            order.append(number)
+
+    async def main() -> None:
+        tasks = []
+        for number in range(20):
+            tasks.append(asyncio.create_task(visit(number)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        await lease.arelease()
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert order == list(range(20))
+
+
+def test_waiter_doesnt_hold_up_its_own_reentry(lock: Locks) -> None:
+    """A task re-enters although others stand in line for the key."""
+
+    async def wait() -> None:
+        async with lock(timeout=DEADLINE):
+            pass
+
+    async def main() -> None:
+        async with lock(owner=None):
+            waiting = [asyncio.create_task(wait()) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            async with lock(timeout=SLACK):
+                pass
+        await asyncio.gather(*waiting)
+
+    run(main())
+
+
+def test_explicit_owner_passes_the_line(lock: Locks) -> None:
+    """So does whoever presents the holder's owner id."""
+
+    async def wait() -> None:
+        async with lock(timeout=DEADLINE):
+            pass
+
+    async def co_owner() -> None:
+        async with lock(owner="me", timeout=SLACK):
+            pass
+
+    async def main() -> None:
+        async with lock(owner="me"):
+            waiting = [asyncio.create_task(wait()) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            await asyncio.create_task(co_owner())
+        await asyncio.gather(*waiting)
+
+    run(main())
+
+
+def test_crossing_twice(lock: Locks) -> None:
+    """Async code that sync code of a holding task enters is another owner again."""
+
+    def sync_code() -> Lease | None:
+        return async_to_sync(lock().atry_acquire)()
+
+    async def main() -> None:
+        async with lock():
+            assert await sync_to_async(sync_code)() is None
+
+    run(main())
+
+
+def test_renewal_while_the_loop_is_blocked(
+    lock: Locks, obtainable: Obtainable, other: OtherThread
+) -> None:
+    """A loop that is blocked for longer than the lease doesn't lose the lock."""
+
+    async def main() -> None:
+        async with lock(lease=0.6) as lease:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                time.sleep(0.1)
+                assert lease.held
+            assert not await sync_to_async(obtainable)()
+
+    run(main())
+
+
+def test_loss_while_the_loop_is_blocked(lock: Locks) -> None:
+    """The loss of a lease is noticed and told although the loop is blocked."""
+
+    async def main() -> None:
+        lease = await lock(lease=0.4, renew=False).aacquire()
+        lost = threading.Event()
+        lease.on_lost(lambda lease: lost.set())
+        assert lost.wait(0.4 + SLACK)
+        assert not lease.held
+        assert await lease.arelease() is False
+
+    run(main())
+
+
+def test_timeout_around_a_block(lock: Locks, obtainable: Obtainable) -> None:
+    """A block that is given up from outside releases."""
+
+    async def stay() -> None:
+        async with lock():
+            await asyncio.sleep(DEADLINE)
+
+    async def main() -> None:
+        with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+            await asyncio.wait_for(stay(), 0.2)
+
+    run(main())
+    eventually(obtainable, within=SLACK, what="the key")
+
+
+# Over HTTP
+
+
+@pytest.fixture
+def port(committed: None) -> Iterator[int]:
+    """One ASGI process serves; its port."""
+    with asgi.serving() as port:
+        yield port
+
+
+def ask(port: int, *addresses: str, **options: Any) -> list[str]:
+    """Send requests at once; their statuses."""
+
+    async def main() -> list[str]:
+        return await asyncio.gather(
+            *[asgi.get(port, address, **options) for address in addresses]
+        )
+
+    return run(main())
+
+
+@pytest.mark.parametrize("view", ["block", "decorated"])
+def test_parallel_requests(port: int, key: str, view: str) -> None:
+    """Requests for one key, served by one process, never overlap, and none starves."""
+    assert ask(port, *[f"{view}/{key}"] * 40) == ["200"] * 40
+    assert (asgi.room.most, len(asgi.room.tokens)) == (1, 40)
+
+
+def test_requests_for_several_keys(port: int, key: str) -> None:
+    """Requests for other keys don't wait for each other."""
+    addresses = [f"block/{key}{number}?stay=0.3" for number in range(8)]
+    assert ask(port, *addresses) == ["200"] * 8
+    assert asgi.room.most > 1
+
+
+def test_waiting_requests_cost_no_connections(
+    port: int, key: str, opened: Open, acquire: Leases, other: OtherThread
+) -> None:
+    """Requests that wait add no connections, and no threads to those of Django."""
+
+    async def peak(address: str, count: int) -> tuple[int, int]:
+        asgi.room.arrived = opened.most_threads = opened.most_connections = 0
+        requests = [asyncio.create_task(asgi.get(port, address)) for _ in range(count)]
+        while asgi.room.arrived < count:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        opened.note()
+        await asyncio.gather(*requests)
+        return opened.most_threads, opened.most_connections
+
+    async def main() -> None:
+        count = 25
+        djangos, _ = await peak(f"idle/{key}?stay=1", count)
+        threads, connected = await peak(f"block/{key}?timeout=1", count)
+        assert threads <= djangos + FEW_THREADS
+        assert connected <= FEW_CONNECTIONS
+
+    other.do(acquire)
+    run(main())
+
+
+def test_clients_that_hang_up(
+    port: int, key: str, lock: Locks, obtainable: Obtainable
+) -> None:
+    """A client that goes away while it waits, or while inside, leaves the key free."""
+    addresses = [f"block/{key}?stay=0.2"] * 10
+    ask(port, *addresses, hang_up=0.3)
+    eventually(lambda: not asgi.room.inside, what="nobody inside")
+    eventually(obtainable, within=DEADLINE, what="the key")
+    assert ask(port, f"block/{key}") == ["200"]
+    assert asgi.room.most == 1

@@ -1,0 +1,338 @@
+"""System checks: what each finds, how grave it is, where its hint leads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from django.core import checks as django_checks
+from django.core.management import call_command
+from django.db import DatabaseError, OperationalError, connection, connections
+from django.db.backends.base.introspection import BaseDatabaseIntrospection
+
+from dblocks import checks
+from dblocks.models import DistributedLock
+from tests.processes import ROOT
+from tests.test_settings import BAD, MEMORY
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+TABLE = DistributedLock._meta.db_table
+PAGE = (ROOT / "docs" / "checks.md").read_text()
+Found = list[django_checks.CheckMessage]
+
+
+@pytest.fixture(autouse=True)
+def usual_settings(settings: Any) -> None:
+    """Begin without a setting of dblocks'."""
+    settings.DBLOCKS = {}
+
+
+def found(*databases: str, tags: list[str] | None = None) -> Found:
+    """Return what the checks of dblocks say, as Django runs them."""
+    return [
+        message
+        for message in django_checks.run_checks(
+            tags=tags, databases=list(databases) or None
+        )
+        if str(message.id).startswith("dblocks.")
+    ]
+
+
+def the_one(number: str, messages: Found) -> str:
+    """Return the text of the only message, which must be this one."""
+    (message,) = messages
+    assert message.id == f"dblocks.{number}"
+    level = {"E": django_checks.ERROR, "W": django_checks.WARNING}[number[0]]
+    assert message.level == level
+    assert f"(docs/checks.md#dblocks{number.lower()})" in str(message.hint)
+    assert len(str(message.hint)) > 40
+    return message.msg
+
+
+@pytest.fixture(autouse=True)
+def network_timeouts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the driver's options, which have the timeouts that one should set."""
+    options = connection.settings_dict["OPTIONS"]
+    for name in ("connect_timeout", "read_timeout", "write_timeout"):
+        if connection.vendor == "mysql":
+            monkeypatch.setitem(options, name, 5)
+    if connection.vendor == "postgresql":
+        monkeypatch.setitem(options, "connect_timeout", 5)
+        monkeypatch.setitem(options, "tcp_user_timeout", 5000)
+    return options
+
+
+def test_all_is_well() -> None:
+    """On a database as the migrations leave it there is nothing to say."""
+    assert found("default") == []
+
+
+def test_each_has_a_section() -> None:
+    """Each id in the code has its section in the documentation, and no other has."""
+    source = (ROOT / "dblocks" / "checks.py").read_text()
+    used = set(re.findall(r'"([EW]\d{3})"', source))
+    sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
+    assert sections == sorted(used)
+    assert used == {"E001", *(f"W00{number}" for number in range(1, 10))}
+
+
+def test_first_migrate() -> None:
+    """Nothing that the first migrate meets is an error."""
+    graver = [m for m in found("default") if m.level >= django_checks.ERROR]
+    assert graver == []
+    tagged = {
+        check.__name__: "database" in check.tags  # type: ignore[attr-defined]
+        for check in django_checks.registry.registry.get_checks()
+        if check.__module__ == checks.__name__
+    }
+    assert tagged == {
+        "check_settings": False,
+        "check_deployment": False,
+        "check_connections": True,
+        "check_databases": True,
+    }
+
+
+def test_command() -> None:
+    """manage.py check shows them."""
+    output = StringIO()
+    call_command("check", databases=["default"], stdout=output, stderr=output)
+    assert "no issues" in output.getvalue()
+
+
+# E001
+
+
+@pytest.mark.parametrize(("value", "word"), BAD.values(), ids=BAD)
+def test_bad_setting(settings: Any, value: Any, word: str) -> None:
+    """E001: a backend that can't be made is an error that says why."""
+    settings.DBLOCKS = value
+    assert word in the_one("E001", found())
+
+
+def test_each_bad_alias(settings: Any) -> None:
+    """E001: each alias has its own message, and the good ones are checked on."""
+    settings.DBLOCKS = {
+        "default": {"LEASE": 0},
+        "other": {"TIMEOUT": -1},
+        "short": {"LEASE": 0.5},
+    }
+    assert sorted(str(m.id) for m in found()) == [
+        *("dblocks.E001", "dblocks.E001", "dblocks.W008"),
+    ]
+
+
+def test_router_to_nowhere(settings: Any) -> None:
+    """E001: a router may send the locks to a database that isn't there."""
+    router = SimpleNamespace(db_for_write=lambda model, **hints: "nowhere")
+    settings.DATABASE_ROUTERS = [router]
+    assert "nowhere" in the_one("E001", found("default"))
+
+
+# W001
+
+
+@pytest.fixture
+def hidden_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the database look as before the first migrate."""
+    monkeypatch.setattr(
+        BaseDatabaseIntrospection, "table_names", lambda *args, **kwargs: []
+    )
+
+
+@pytest.mark.usefixtures("hidden_table")
+def test_missing_table() -> None:
+    """W001: the table isn't there yet."""
+    assert "missing" in the_one("W001", found("default"))
+
+
+@pytest.mark.usefixtures("hidden_table")
+def test_databases_that_were_not_named() -> None:
+    """A database that --database doesn't name is asked nothing."""
+    assert found() == []
+    if "locks" in connections.settings:
+        assert found("locks") == []
+
+
+@pytest.mark.parametrize("error", [OperationalError, DatabaseError])
+def test_database_out_of_reach(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    """W001: the database doesn't answer."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error("gone away")
+
+    monkeypatch.setattr(BaseDatabaseIntrospection, "table_names", fail)
+    assert "gone away" in the_one("W001", found("default"))
+
+
+# W002 and W003
+
+
+@pytest.fixture
+def alter() -> Iterator[Callable[[str, str], None]]:
+    """Change the table by hand, and back again."""
+    back: list[str] = []
+
+    def run(sql: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(sql)
+
+    def change(there: str, and_back: str) -> None:
+        back.append(and_back)
+        run(there)
+
+    yield change
+    for sql in back:
+        run(sql)
+
+
+def test_table_without_transactions(alter: Callable[[str, str], None]) -> None:
+    """W002: an engine without transactions."""
+    if connection.vendor != "mysql":
+        pytest.skip("about MySQL and MariaDB, which have several engines")
+    alter(f"ALTER TABLE {TABLE} ENGINE=MEMORY", f"ALTER TABLE {TABLE} ENGINE=InnoDB")
+    assert "MEMORY" in the_one("W002", found("default"))
+
+
+def test_inexact_key(alter: Callable[[str, str], None]) -> None:
+    """W003: a collation under which different keys are one."""
+    vendor = connection.vendor
+    if vendor == "sqlite":
+        pytest.skip("SQLite compares exactly unless told otherwise")
+    if vendor == "mysql":
+        change = f"ALTER TABLE {TABLE} MODIFY `key` varchar(255) COLLATE {{}} NOT NULL"
+        wrong = "utf8mb4_general_ci"
+    else:
+        column = f'ALTER TABLE {TABLE} ALTER COLUMN "key"'
+        change = f"{column} TYPE varchar(255) COLLATE {{}}"
+        wrong = '"POSIX"'
+    right = checks.exact_collation(connection)
+    alter(
+        change.format(wrong),
+        change.format(right if vendor == "mysql" else f'"{right}"'),
+    )
+    assert wrong.strip('"') in the_one("W003", found("default"))
+
+
+# W004 and W005
+
+
+@pytest.mark.parametrize("tags", [None, ["database"]], ids=["all", "tag database"])
+def test_no_network_timeout(network_timeouts: Any, tags: Any) -> None:
+    """W004: options without network timeouts, each missing one named."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no network")
+    name = {"mysql": "read_timeout", "postgresql": "tcp_user_timeout"}[
+        connection.vendor
+    ]
+    del network_timeouts[name]
+    assert name in the_one("W004", found(tags=tags))
+    assert name in the_one("W004", found("default", tags=tags))
+    del network_timeouts["connect_timeout"]
+    assert "connect_timeout" in the_one("W004", found(tags=tags))
+
+
+def test_no_network_on_sqlite(network_timeouts: Any) -> None:
+    """SQLite needs none."""
+    if connection.vendor != "sqlite":
+        pytest.skip("this database has a network")
+    network_timeouts.pop("timeout", None)
+    assert found("default") == []
+
+
+class SplitReads:
+    """Sends readers to the database ``locks``."""
+
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        return "locks"
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        return "default"
+
+
+@pytest.fixture
+def split_reads(settings: Any) -> None:
+    """Route readers elsewhere."""
+    settings.DATABASE_ROUTERS = [SplitReads()]
+
+
+@pytest.mark.usefixtures("split_reads")
+@pytest.mark.parametrize("tags", [None, ["database"]], ids=["all", "tag database"])
+def test_router_that_splits_reads(tags: Any) -> None:
+    """W005: the router reads locks elsewhere than it writes them."""
+    assert "'locks'" in the_one("W005", found(tags=tags))
+
+
+@pytest.mark.usefixtures("split_reads")
+def test_using_settles_it(settings: Any) -> None:
+    """A database that is named is right."""
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "default"}}}
+    assert found() == []
+
+
+# W006
+
+
+@pytest.mark.parametrize(
+    ("options", "good"),
+    [
+        ({}, False),
+        ({"http": b":8000"}, False),
+        ({"enable-threads": True}, True),
+        ({b"enable-threads": True}, True),
+    ],
+    ids=str,
+)
+def test_uwsgi(monkeypatch: pytest.MonkeyPatch, options: Any, good: bool) -> None:
+    """W006: uWSGI without threads renews nothing."""
+    module: Any = ModuleType("uwsgi")
+    module.opt = options
+    monkeypatch.setitem(sys.modules, "uwsgi", module)
+    if good:
+        assert found() == []
+    else:
+        assert "uWSGI" in the_one("W006", found())
+
+
+# W007
+
+
+def test_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W007: a version without what dblocks needs."""
+    if connection.vendor == "sqlite":
+        database: Any = connection.Database
+        monkeypatch.setattr(database, "sqlite_version_info", (3, 34, 1))
+        word = "3.34.1"
+    elif connection.vendor == "mysql":
+        old = (10, 5, 9) if connection.mysql_is_mariadb else (8, 0, 10)
+        monkeypatch.setitem(connections["default"].__dict__, "mysql_version", old)
+        word = ".".join(map(str, old))
+    else:
+        pytest.skip("every version of PostgreSQL that Django supports will do")
+    assert word in the_one("W007", found("default"))
+
+
+# W008 and W009
+
+
+def test_short_lease(settings: Any) -> None:
+    """W008: a lease that is for tests only."""
+    settings.DBLOCKS = {"default": {"LEASE": 0.9}}
+    assert "0.9" in the_one("W008", found())
+    settings.DBLOCKS = {"default": {"LEASE": 1}}
+    assert found() == []
+
+
+def test_memory(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W009: locks in the memory of one process, but for manage.py test."""
+    settings.DBLOCKS = {"default": {"BACKEND": MEMORY}}
+    monkeypatch.setattr(sys, "argv", ["manage.py", "check"])
+    assert "memory" in the_one("W009", found())
+    monkeypatch.setattr(sys, "argv", ["manage.py", "test"])
+    assert found() == []

@@ -1,0 +1,976 @@
+"""Decorated functions: all kinds of them, keys from arguments, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import subprocess
+import sys
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+import django
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.utils.decorators import method_decorator
+
+import dblocks
+from dblocks import (
+    InvalidKey,
+    LeaseLost,
+    LockTimeout,
+    current_lease,
+    distributed_lock,
+    transaction_lock,
+)
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests import decorated
+from tests.decorated import key_of
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread
+from tests.processes import ROOT
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, takes
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+NUMBERS = itertools.count(1)
+
+
+def key_now() -> str:
+    """Return the key of the lock that the running code holds."""
+    return current_lease().key
+
+
+async def akey_now() -> str:
+    """Return it in a coroutine, some time later."""
+    await asyncio.sleep(0)
+    return key_now()
+
+
+# Every kind of function
+
+
+def kinds(key: str) -> dict[str, Callable[[], Any]]:
+    """Decorate each kind of function; each call returns the key that it holds."""
+    lock = distributed_lock(key, timeout=0)
+
+    class Job:
+        @lock
+        def method(self) -> str:
+            return key_now()
+
+        @classmethod
+        @lock
+        def class_method(cls) -> str:
+            assert cls is Job
+            return key_now()
+
+        @lock
+        @classmethod
+        def around_class_method(cls) -> str:
+            assert cls is Job
+            return key_now()
+
+        @staticmethod
+        @lock
+        def static_method() -> str:
+            return key_now()
+
+        @lock
+        @staticmethod
+        def around_static_method() -> str:
+            return key_now()
+
+        @method_decorator(lock)
+        def by_method_decorator(self) -> str:
+            return key_now()
+
+        @lock
+        async def amethod(self) -> str:
+            return await akey_now()
+
+        @property
+        @lock
+        def value(self) -> str:
+            return key_now()
+
+        @lock
+        def __call__(self) -> str:
+            return key_now()
+
+    class Acts:
+        def __call__(self) -> str:
+            return key_now()
+
+    class AsyncActs:
+        async def __call__(self) -> str:
+            return await akey_now()
+
+    job = Job()
+    return {
+        "function": lock(key_now),
+        "lambda": lock(lambda: key_now()),
+        "partial": lock(partial(key_now)),
+        "object": lock(Acts()),
+        "method": job.method,
+        "class method": job.class_method,
+        "class method of the class": Job.class_method,
+        "around a class method": job.around_class_method,
+        "static method": job.static_method,
+        "around a static method": Job.around_static_method,
+        "method_decorator": job.by_method_decorator,
+        "bound method": lock(Acts().__call__),
+        "property": lambda: job.value,
+        "call of an object": job,
+        "coroutine function": async_to_sync(lock(akey_now)),
+        "coroutine method": async_to_sync(job.amethod),
+        "partial coroutine function": async_to_sync(lock(partial(akey_now))),
+        "async object": async_to_sync(lock(AsyncActs())),
+        "sync_to_async": async_to_sync(sync_to_async(lock(key_now))),
+        "async_to_sync": lock(async_to_sync(alocked_elsewhere(key))),
+    }
+
+
+def alocked_elsewhere(key: str) -> Any:
+    """Return a coroutine function that is not the caller: its key is taken."""
+
+    async def main() -> str:
+        return key if await distributed_lock(key).alocked() else "free"
+
+    return main
+
+
+@pytest.mark.parametrize("kind", kinds("k"))
+def test_kinds(key: str, kind: str) -> None:
+    """Each kind of function holds the lock while it runs, and not afterwards."""
+    function = kinds(key)[kind]
+    assert function() == key
+    assert not distributed_lock(key).locked()
+    with hold_elsewhere(key), pytest.raises(LockTimeout):
+        function()
+    assert function() == key
+
+
+def test_exception_passes(key: str) -> None:
+    """A function's own exception comes out, and the key is free."""
+
+    @distributed_lock(key)
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    assert not distributed_lock(key).locked()
+
+
+def test_lock_timeout_of_the_body(key: str) -> None:
+    """A LockTimeout of another lock in the body is not the decorator's affair."""
+
+    @distributed_lock(key, on_locked="skip")
+    def outer() -> None:
+        distributed_lock(key + "!").acquire(timeout=0)
+
+    with hold_elsewhere(key + "!"), pytest.raises(LockTimeout) as caught:
+        outer()
+    assert caught.value.key == key + "!"
+
+
+def test_lease_lost(key: str) -> None:
+    """A function that lost its lease meanwhile doesn't return as if nothing was."""
+
+    @distributed_lock(key, renew=False)
+    def job() -> str:
+        DistributedLock.objects.force_release(key)
+        return "done"
+
+    with pytest.raises(LeaseLost):
+        job()
+
+
+def test_recursion(key: str) -> None:
+    """A function may call itself: the lock is held until the outermost call ends."""
+    tokens: list[int | None] = []
+
+    @distributed_lock(key, timeout=0)
+    def countdown(depth: int) -> None:
+        tokens.append(current_lease().fencing_token)
+        if depth:
+            countdown(depth - 1)
+            assert distributed_lock(key).locked()
+
+    countdown(3)
+    assert len(tokens) == 4
+    assert len(set(tokens)) == 1
+    assert not distributed_lock(key).locked()
+
+
+def test_async_recursion(key: str) -> None:
+    """So may a coroutine function, within one task."""
+
+    @distributed_lock(key, timeout=0)
+    async def countdown(depth: int) -> int:
+        return depth + (await countdown(depth - 1) if depth else 0)
+
+    assert async_to_sync(countdown)(3) == 6
+
+
+def test_siblings(key: str) -> None:
+    """Two tasks in one function take turns."""
+    inside: list[int] = []
+
+    @distributed_lock(key, timeout=DEADLINE)
+    async def job() -> None:
+        inside.append(1)
+        await asyncio.sleep(0.02)
+        assert inside == [1]
+        inside.pop()
+
+    async def main() -> None:
+        await asyncio.gather(*(job() for _ in range(4)))
+
+    async_to_sync(main)()
+
+
+def test_two_threads(key: str, threads: Callable[[], OtherThread]) -> None:
+    """Two threads in one function take turns, each with a token of its own."""
+    account = AccountFactory()
+
+    @distributed_lock(key, timeout=DEADLINE)
+    def add() -> int | None:
+        balance = Account.objects.get(pk=account.pk).balance
+        Account.objects.filter(pk=account.pk).update(balance=balance + 1)
+        return current_lease().fencing_token
+
+    pair = [threads(), threads()]
+    calls = [thread.start(add) for thread in pair for _ in range(10)]
+    tokens = [call.result(timeout=DEADLINE) for call in calls]
+    assert len(set(tokens)) == 20
+    account.refresh_from_db()
+    assert account.balance == 20
+
+
+def test_sync_function_in_an_event_loop(key: str) -> None:
+    """A sync function under a lock is refused inside a running event loop."""
+
+    async def main() -> None:
+        distributed_lock(key)(key_now)()
+
+    with pytest.raises(SynchronousOnlyOperation):
+        async_to_sync(main)()
+
+
+# What others see of a decorated function
+
+
+def original(number: int, *, name: str = "n") -> str:
+    """Say something."""
+    return f"{number}{name}"
+
+
+async def aoriginal(number: int, *, name: str = "n") -> str:
+    """Say something, some time later."""
+    return original(number, name=name)
+
+
+original.marked = True  # type: ignore[attr-defined]
+aoriginal.marked = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("function", [original, aoriginal])
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_looks_like_the_function(function: Any, form: Any) -> None:
+    """Name, docstring, signature, attributes and __wrapped__ are the function's."""
+    if form is transaction_lock and function is aoriginal:
+        pytest.skip("refused, which has a test of its own")
+    locked = form("k")(function)
+    assert locked is not function
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "marked"):
+        assert getattr(locked, name) == getattr(function, name)
+    assert locked.__wrapped__ is function
+    assert inspect.signature(locked) == inspect.signature(function)
+    assert inspect.iscoroutinefunction(locked) == inspect.iscoroutinefunction(function)
+
+
+# Keys
+
+
+def positional(
+    first: int, /, second: Any, *rest: int, last: int = 9, **more: Any
+) -> str:
+    """A signature with everything."""
+    return key_now()
+
+
+KEYS = [
+    pytest.param("{first}", (1, 2), {}, "1", id="positional-only"),
+    pytest.param("{second}", (1, 2), {}, "2", id="by position"),
+    pytest.param("{second}", (1,), {"second": 2}, "2", id="by name"),
+    pytest.param("{last}", (1, 2), {}, "9", id="default"),
+    pytest.param("{last}", (1, 2), {"last": 3}, "3", id="not the default"),
+    pytest.param("{rest}", (1, 2, 3, 4), {}, "(3, 4)", id="rest"),
+    pytest.param("{rest[1]}", (1, 2, 3, 4), {}, "4", id="one of the rest"),
+    pytest.param("{colour}", (1, 2), {"colour": "red"}, "red", id="from **more"),
+    pytest.param("{more[colour]}", (1, 2), {"colour": "red"}, "red", id="in **more"),
+    pytest.param("{first}", (1, 2), {"first": "x"}, "1", id="name in **more as well"),
+    pytest.param("{second.pk}", (1, DistributedLock(pk="p")), {}, "p", id="attribute"),
+    pytest.param("{second[a][0]}", (1, {"a": [5]}), {}, "5", id="items"),
+    pytest.param("{second!r}", (1, "x"), {}, "'x'", id="conversion"),
+    pytest.param("{second:04d}", (1, 7), {}, "0007", id="format"),
+    pytest.param("{second:{last}}", (1, "x"), {}, "x        ", id="nested field"),
+    pytest.param("{{{first}}}", (1, 2), {}, "{1}", id="braces"),
+    pytest.param("{first}/{second}", (1, 0), {}, "1/0", id="two, one of them 0"),
+    pytest.param("{second}", (1, ""), {}, "", id="empty"),
+    pytest.param("{second}", (1, False), {}, "False", id="false"),
+]
+
+
+@pytest.mark.parametrize(("template", "args", "kwargs", "expected"), KEYS)
+def test_template(
+    key: str, template: str, args: Any, kwargs: Any, expected: str
+) -> None:
+    """A template's fields are the call's bound arguments."""
+    locked: Any = distributed_lock(f"{key}:{template}")(positional)
+    assert locked(*args, **kwargs) == f"{key}:{expected}"
+
+
+def test_template_without_fields() -> None:
+    """In the decorator form doubled braces are one."""
+    assert distributed_lock("a{{b}}")(key_now)() == "a{b}"
+
+
+def test_template_over_self(key: str) -> None:
+    """A method's template may look into self."""
+
+    class Job:
+        pk = 5
+
+        @distributed_lock(key + ":{self.pk}:{number}")
+        def run(self, number: int) -> str:
+            return key_now()
+
+    assert Job().run(6) == f"{key}:5:6"
+
+
+def named(number: int) -> str:
+    """A function of one parameter."""
+    return key_now()
+
+
+def any_name(**kwargs: Any) -> str:
+    """A function that takes any name."""
+    return key_now()
+
+
+@wraps(named)
+def wrapped(*args: Any, **kwargs: Any) -> str:
+    """A decorator's work: it shows the signature of what it wraps."""
+    return named(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "template", "words"),
+    [
+        (named, "{order_id}", ["order_id", "named"]),
+        (named, "{order_id.pk}", ["order_id"]),
+        (named, "{order_id[0]}", ["order_id"]),
+        (named, "{number:{width}}", ["width"]),
+        (named, "{number}{order_id}", ["order_id"]),
+        (named, "{}", ["positional", "number"]),
+        (named, "{0}", ["positional", "number"]),
+        (any_name, "{}", ["positional"]),
+        (key_now, "{number}", ["number"]),
+        (wrapped, "{order_id}", ["order_id"]),
+        (akey_now, "{number}", ["number"]),
+        (partial(named, number=3), "{order_id}", ["order_id"]),
+    ],
+)
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_field_that_the_signature_lacks(
+    function: Any, template: str, words: list[str], form: Any
+) -> None:
+    """A field that no argument can fill is a TypeError when decorated."""
+    if form is transaction_lock and function is akey_now:
+        pytest.skip("refused for another reason")
+    with pytest.raises(TypeError) as caught:
+        form(template)(function)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *("{", "}", "{number", "{number!x}", "{number.}", "{number!}", "{number[}"),
+        "{number:{number:{number}}}",
+    ],
+)
+def test_malformed_template(template: str) -> None:
+    """What is no str.format template is refused when decorated."""
+    with pytest.raises(InvalidKey) as caught:
+        distributed_lock(template)(named)
+    assert repr(template) in str(caught.value)
+
+
+def test_field_that_the_call_lacks() -> None:
+    """A name that only **kwargs could supply is a TypeError at the call."""
+    locked = distributed_lock("{order_id}")(any_name)
+    with pytest.raises(TypeError, match="order_id"):
+        locked(number=5)
+    assert locked(order_id=5) == "5"
+
+
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{value}", None),
+        ("{value.owner}", DistributedLock(owner=None)),
+        ("{value[0]}", [None]),
+    ],
+    ids=["argument", "attribute", "item"],
+)
+def test_none(template: str, value: Any) -> None:
+    """A field that is None is refused: all who have no value would share a key."""
+    locked = distributed_lock("user:" + template)(lambda value=None: key_now())
+    with pytest.raises(InvalidKey, match=r"None"):
+        locked(value)
+
+
+def test_default_that_is_none() -> None:
+    """So is a default."""
+    with pytest.raises(InvalidKey, match=r"\{value\}.*None"):
+        distributed_lock("user:{value}")(lambda value=None: key_now())()
+
+
+@pytest.mark.parametrize("number", ["x" * 300, "a\0b", "\ud800"], ids=ascii)
+def test_argument_that_makes_no_key(number: str) -> None:
+    """What the arguments make has to be a key."""
+    with pytest.raises(InvalidKey):
+        distributed_lock("{number}")(named)(number)  # type: ignore[arg-type]
+
+
+def test_wrong_call() -> None:
+    """A call that the function refuses is a TypeError, and nothing is locked."""
+    with pytest.raises(TypeError, match="number"):
+        distributed_lock("{number}")(named)()  # type: ignore[call-arg]
+
+
+# Callables as keys
+
+
+class Keys:
+    """Callables of every kind that make keys."""
+
+    @classmethod
+    def by_class(cls, number: int) -> str:
+        return f"by class:{number}"
+
+    @staticmethod
+    def by_static(number: int) -> str:
+        return f"by static:{number}"
+
+    def by_method(self, number: int) -> str:
+        return f"by method:{number}"
+
+    def __call__(self, number: int) -> str:
+        return f"by object:{number}"
+
+
+def by_function(number: int) -> str:
+    """Make a key."""
+    return f"by function:{number}"
+
+
+def factory(prefix: str) -> Callable[[int], str]:
+    """Make what makes keys."""
+
+    def make(number: int) -> str:
+        return f"{prefix}:{number}"
+
+    return make
+
+
+def with_prefix(prefix: str, number: int) -> str:
+    return f"{prefix}:{number}"
+
+
+MADE = factory("by a made one")
+TABLE = {"job": factory("by a table's")}
+
+
+@distributed_lock(by_function)
+def at_module_level(number: int) -> str:
+    """Locked by a function of the same module."""
+    return key_now()
+
+
+def by_nested() -> Any:
+    """Return a function locked by a nested function."""
+
+    def make(number: int) -> str:
+        return f"by nested:{number}"
+
+    @distributed_lock(make)
+    def job(number: int) -> str:
+        return key_now()
+
+    return job
+
+
+def by_free_variable() -> Any:
+    """Return a function locked by a function from the scope around."""
+
+    def make(number: int) -> str:
+        return f"by free variable:{number}"
+
+    def inner() -> Any:
+        @distributed_lock(make)
+        def job(number: int) -> str:
+            return key_now()
+
+        return job
+
+    return inner()
+
+
+def by_sibling() -> Any:
+    """Return a method locked by a function of the class's body."""
+
+    class Job:
+        def make(self, number: int) -> str:
+            return f"by sibling:{number}"
+
+        @distributed_lock(make)
+        def run(self, number: int) -> str:
+            return key_now()
+
+    return Job().run
+
+
+def by_decorated() -> Any:
+    """Return a function locked by a function that is decorated itself."""
+
+    def twice(function: Any) -> Any:
+        @wraps(function)
+        def wrapper(number: int) -> str:
+            return str(function(number * 2))
+
+        return wrapper
+
+    @twice
+    def make(number: int) -> str:
+        return f"by decorated:{number}"
+
+    return distributed_lock(make)(named)
+
+
+CALLABLES = {
+    "lambda": lambda: distributed_lock(lambda number: f"by lambda:{number}")(named),
+    "def at module level": lambda: at_module_level,
+    "imported": lambda: distributed_lock(key_of)(named),
+    "nested": by_nested,
+    "free variable": by_free_variable,
+    "sibling": by_sibling,
+    "decorated": by_decorated,
+    "made by a factory": lambda: distributed_lock(factory("by factory"))(named),
+    "made before": lambda: distributed_lock(MADE)(named),
+    "in a table": lambda: distributed_lock(TABLE["job"])(named),
+    "partial": lambda: distributed_lock(partial(with_prefix, "by partial"))(named),
+    "bound method": lambda: distributed_lock(Keys().by_method)(named),
+    "class method": lambda: distributed_lock(Keys.by_class)(named),
+    "static method": lambda: distributed_lock(Keys.by_static)(named),
+    "object": lambda: distributed_lock(Keys())(named),
+    "builtin": lambda: distributed_lock("by builtin:{}".format)(named),
+}
+
+
+@pytest.mark.parametrize("make", CALLABLES.values(), ids=CALLABLES)
+def test_callable_key(make: Any) -> None:
+    """A callable of any kind may make the key from the call's arguments."""
+    number = next(NUMBERS)
+    locked = make()
+    name, _, end = locked(number).rpartition(":")
+    assert name.startswith(("by ", "decorated"))
+    assert int(end) in {number, 2 * number}
+
+
+def test_imported_callable(key: str) -> None:
+    """A function locked by another module's key is locked for both."""
+    number = next(NUMBERS)
+    with hold_elsewhere(key_of(number)), pytest.raises(LockTimeout):
+        decorated.by_callable(number)
+    assert decorated.by_callable(number)
+
+
+@pytest.mark.parametrize("result", [None, 5, b"k", "", "k" * 256], ids=ascii)
+def test_callable_that_makes_no_key(result: Any) -> None:
+    """What a callable returns has to be a key."""
+    with pytest.raises(InvalidKey):
+        distributed_lock(lambda: result)(key_now)()
+
+
+def test_async_callable_key() -> None:
+    """A key can't be waited for: an async callable is refused when decorated."""
+
+    async def make() -> str:
+        return "k"
+
+    with pytest.raises(TypeError, match="async"):
+        distributed_lock(make)(akey_now)
+
+
+def test_callable_key_in_a_block() -> None:
+    """Without a call there are no arguments: TypeError."""
+    with pytest.raises(TypeError, match="callable"), distributed_lock(key_of):
+        pass
+
+
+# Without parentheses
+
+
+def bare_function(form: Any) -> None:
+    @form
+    def job() -> None:
+        """Do nothing."""
+
+
+def bare_async_function(form: Any) -> None:
+    @form
+    async def job() -> None:
+        """Do nothing."""
+
+
+def bare_method(form: Any) -> None:
+    class Job:
+        @form
+        def run(self) -> None:
+            """Do nothing."""
+
+
+def bare_decorated_function(form: Any) -> None:
+    def keep(function: Any) -> Any:
+        @wraps(function)
+        def wrapper() -> None:
+            """Do nothing."""
+
+        return wrapper
+
+    @form
+    @keep
+    def job() -> None:
+        """Do nothing."""
+
+
+def bare_class(form: Any) -> None:
+    @form
+    class Job:
+        """Nothing."""
+
+
+def bare_method_decorator(form: Any) -> None:
+    class Job:
+        @method_decorator(form)
+        def run(self) -> None:
+            """Do nothing."""
+
+
+def bare_module(form: Any) -> None:
+    source = "@form\ndef job():\n    pass\n"
+    exec(compile(source, "module", "exec"), {"form": form, "__name__": "made"})
+
+
+BARE = [
+    bare_function,
+    bare_async_function,
+    bare_method,
+    bare_decorated_function,
+    bare_class,
+    bare_method_decorator,
+    bare_module,
+]
+
+
+@pytest.mark.parametrize("define", BARE)
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_without_parentheses(define: Any, form: Any) -> None:
+    """A bare decorator is a TypeError, where it stands, that says so."""
+    with pytest.raises(TypeError, match="without parentheses"):
+        define(form)
+
+
+# What can't be decorated
+
+
+def generator() -> Iterator[int]:
+    """Yield."""
+    yield 1
+
+
+async def agenerator() -> AsyncIterator[int]:
+    """Yield, asynchronously."""
+    yield 1
+
+
+class Generates:
+    """An object whose call yields."""
+
+    def __call__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [
+        pytest.param(generator, "generator", id="generator"),
+        pytest.param(agenerator, "generator", id="async generator"),
+        pytest.param(partial(generator), "generator", id="partial of one"),
+        pytest.param(staticmethod(generator), "generator", id="static one"),
+        pytest.param(Generates(), "generator", id="object with one"),
+        pytest.param(Generates, "class", id="class"),
+        pytest.param("text", "functions", id="no function"),
+        pytest.param(decorated.count, "below", id="Celery task"),
+    ],
+)
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_refused(function: Any, word: str, form: Any) -> None:
+    """What can't run under a lock is a TypeError when it is decorated."""
+    with pytest.raises(TypeError, match=word):
+        form("k")(function)
+
+
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_unknown_alias(form: Any) -> None:
+    """A backend that the settings lack is refused when decorated."""
+    with pytest.raises(ImproperlyConfigured, match=r"nowhere.*default"):
+        form("k", backend="nowhere")(key_now)
+
+
+def test_decorating_before_there_are_settings() -> None:
+    """Modules may be imported, their functions decorated, without settings."""
+    program = (
+        "from dblocks import distributed_lock, transaction_lock\n"
+        "@distributed_lock('k:{n}', backend='other')\n"
+        "def f(n): ...\n"
+        "@transaction_lock('k')\n"
+        "def g(): ...\n"
+        "from django.conf import settings\n"
+        "print(settings.configured)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=ROOT,
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
+
+
+# on_locked
+
+
+def test_raises_by_default(key: str) -> None:
+    """A call that is no view's raises LockTimeout, after the timeout."""
+    locked = distributed_lock(key, timeout=0.3)(key_now)
+    with (
+        hold_elsewhere(key, note="why"),
+        takes(0.3, 0.3 + SLACK),
+        pytest.raises(LockTimeout) as caught,
+    ):
+        locked()
+    assert (caught.value.key, caught.value.note) == (key, "why")
+
+
+@pytest.mark.parametrize("function", [key_now, akey_now], ids=["sync", "async"])
+class TestOnLocked:
+    """What happens when the wait ran out."""
+
+    def call(self, locked: Any, *args: Any, **kwargs: Any) -> Any:
+        if inspect.iscoroutinefunction(locked):
+            return async_to_sync(locked)(*args, **kwargs)
+        return locked(*args, **kwargs)
+
+    def test_raise(self, key: str, function: Any) -> None:
+        """on_locked="raise" raises."""
+        locked = distributed_lock(key, timeout=0, on_locked="raise")(function)
+        with hold_elsewhere(key), pytest.raises(LockTimeout):
+            self.call(locked)
+
+    def test_skip(self, key: str, function: Any) -> None:
+        """on_locked="skip" returns None at once without running."""
+        locked = distributed_lock(key, on_locked="skip")(function)
+        with hold_elsewhere(key), takes(at_most=SLACK):
+            assert self.call(locked) is None
+        assert self.call(locked) == key
+
+    def test_skip_after_a_wait(self, key: str, function: Any) -> None:
+        """With a timeout of its own it waits before it gives up."""
+        locked = distributed_lock(key, timeout=0.3, on_locked="skip")(function)
+        with hold_elsewhere(key), takes(0.3, 0.3 + SLACK):
+            assert self.call(locked) is None
+
+    def test_callable(self, key: str, function: Any) -> None:
+        """A callable gets the error and the arguments; its result is returned."""
+
+        def instead(error: LockTimeout, *args: Any, **kwargs: Any) -> Any:
+            return error.key, args, kwargs
+
+        lock = distributed_lock(key, timeout=0, on_locked=instead)
+        with hold_elsewhere(key):
+            got = self.call(lock(aany if function is akey_now else anything), 1, a=2)
+        assert got == (key, (1,), {"a": 2})
+
+    def test_callable_that_raises(self, key: str, function: Any) -> None:
+        """What it raises comes out."""
+
+        def instead(error: LockTimeout) -> None:
+            raise ZeroDivisionError
+
+        locked = distributed_lock(key, timeout=0, on_locked=instead)(function)
+        with hold_elsewhere(key), pytest.raises(ZeroDivisionError):
+            self.call(locked)
+
+
+def anything(*args: Any, **kwargs: Any) -> str:
+    """Take anything."""
+    return key_now()
+
+
+async def aany(*args: Any, **kwargs: Any) -> str:
+    """Take anything."""
+    return key_now()
+
+
+def test_async_callable_of_an_async_function(key: str) -> None:
+    """An async function's callable may be async."""
+
+    async def instead(error: LockTimeout) -> str:
+        await asyncio.sleep(0)
+        return "instead"
+
+    locked = distributed_lock(key, timeout=0, on_locked=instead)(akey_now)
+    with hold_elsewhere(key):
+        assert async_to_sync(locked)() == "instead"
+
+
+# atomic=True
+
+
+def test_atomic(key: str) -> None:
+    """The body runs in a transaction that is committed under the lock."""
+    seen: list[bool] = []
+
+    @distributed_lock(key, atomic=True)
+    def job() -> None:
+        AccountFactory(name="mine")
+        transaction.on_commit(lambda: seen.append(distributed_lock(key).locked()))
+        assert connection.in_atomic_block
+
+    job()
+    assert seen == [True]
+    assert Account.objects.filter(name="mine").exists()
+    assert not distributed_lock(key).locked()
+
+
+def test_atomic_and_lost(key: str) -> None:
+    """A function that lost its lock can't commit."""
+
+    @distributed_lock(key, atomic=True, renew=False)
+    def job() -> None:
+        AccountFactory(name="mine")
+        DistributedLock.objects.force_release(key)
+
+    with pytest.raises(LeaseLost):
+        job()
+    assert not Account.objects.filter(name="mine").exists()
+
+
+def test_atomic_on_an_async_function() -> None:
+    """Django has no async transactions: TypeError when decorated."""
+    with pytest.raises(TypeError, match="atomic"):
+        distributed_lock("k", atomic=True)(akey_now)
+
+
+# Tasks and commands
+
+
+def test_command(key: str) -> None:
+    """A management command's handle() runs under its lock."""
+    number = next(NUMBERS)
+    with hold_elsewhere(f"decorated:{number}"), pytest.raises(LockTimeout):
+        call_command(decorated.Command(), number)
+    assert call_command(decorated.Command(), number) == "handled"
+
+
+def test_celery_task() -> None:
+    """A Celery task, run eagerly or called, holds its lock."""
+    number = next(NUMBERS)
+    first = decorated.count.delay(number).get()
+    assert decorated.count(number) > first
+    with hold_elsewhere(f"decorated:{number}"), pytest.raises(LockTimeout):
+        decorated.count.delay(number)
+
+
+def test_celery_task_within_another() -> None:
+    """A task that runs another one eagerly re-enters the lock."""
+    outer, inner = decorated.nested.delay(next(NUMBERS)).get()
+    assert outer == inner
+
+
+def test_bound_celery_task() -> None:
+    """A task that gets itself keeps its name; skipped, it returns None."""
+    number = next(NUMBERS)
+    assert decorated.bound.delay(number).get() == "tests.decorated.bound"
+    with hold_elsewhere(f"decorated:{number}"):
+        assert decorated.bound.delay(number).get() is None
+
+
+@pytest.mark.skipif(django.VERSION < (6, 0), reason="Django's tasks came with 6.0")
+class TestDjangoTasks:
+    """Functions that are tasks of Django's own, run by its immediate backend."""
+
+    @pytest.mark.parametrize("name", ["count", "in_context", "acount"])
+    def test_task(self, name: str) -> None:
+        """A task holds its lock; locked out, it fails with LockTimeout."""
+        from tests import django_tasks
+
+        task = getattr(django_tasks, name)
+        number = next(NUMBERS)
+        assert task.enqueue(number).return_value >= 1
+        with hold_elsewhere(f"decorated:{number}"):
+            result = task.enqueue(number)
+        assert [error.exception_class for error in result.errors] == [LockTimeout]
+
+    def test_decorator_above(self) -> None:
+        """The lock above the task's decorator would make it a mere function."""
+        from tests import django_tasks
+
+        with pytest.raises(TypeError, match="below"):
+            distributed_lock("k")(django_tasks.count)
+
+
+# Nothing is left behind
+
+
+def test_nothing_is_left(key: str) -> None:
+    """Calls leave no warnings and no current lease."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ExitStack() as stack:
+            stack.enter_context(hold_elsewhere(key + "!"))
+            for _ in range(3):
+                assert distributed_lock(key)(key_now)() == key
+                with pytest.raises(LockTimeout):
+                    distributed_lock(key + "!", timeout=0)(key_now)()
+    with pytest.raises(LookupError):
+        dblocks.current_lease()

@@ -1,0 +1,92 @@
+"""The documentation: its examples run, its links lead somewhere, its pages are found.
+
+How examples are marked is said in ``tests.pages``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+from mdit_py_plugins.anchors import anchors_plugin
+
+from testproject.shop.sale import empty_shop
+from tests.pages import DOCS, PAGES, ROOT, Examples, name
+
+markdown = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
+
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.fixture
+def shop(committed: None) -> Iterator[None]:
+    """Open a shop, which examples may fill and which is emptied afterwards."""
+    yield
+    empty_shop()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_examples_run(page: Path, shop: None) -> None:
+    """Every Python example on a page does what the page says."""
+    with Examples(page) as examples:
+        examples.run()
+
+
+def links(page: Path) -> list[str]:
+    """Return where a page's links and pictures lead, those outside left out."""
+    tokens = markdown.parse(page.read_text())
+    found = [
+        str(inline.attrs.get("href") or inline.attrs["src"])
+        for token in tokens
+        for inline in token.children or []
+        if inline.type in {"link_open", "image"}
+    ]
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    tokens = markdown.parse(page.read_text())
+    return {str(token.attrs["id"]) for token in tokens if "id" in token.attrs}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_links_resolve(page: Path) -> None:
+    """Relative links lead to files, and their fragments to headings."""
+    broken = []
+    for link in links(page):
+        path, _, fragment = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_pages_are_in_the_table_of_contents() -> None:
+    """Every page is in the index, and the index names no other."""
+    index = (DOCS / "index.md").read_text()
+    listed = [
+        line
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.M | re.S)
+        for line in tree.splitlines()
+        if line and not line.startswith(":")
+    ]
+    pages = [page.stem for page in DOCS.glob("*.md") if page.stem != "index"]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_readme_is_short() -> None:
+    """The README stays under 250 lines; the rest is in the documentation."""
+    assert len((ROOT / "README.md").read_text().splitlines()) < 250
+
+
+def test_readme_names_the_commands_that_are_there() -> None:
+    """The two commands stand in the README as they are typed, and can be run."""
+    readme = (ROOT / "README.md").read_text()
+    for command in ("bin/demo", "bin/test"):
+        assert f"\n$ {command}\n" in readme
+        assert (ROOT / command).stat().st_mode & 0o111

@@ -1,0 +1,155 @@
+"""The recipes for watching locks do what their page says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from dblocks import Lease, LeaseLost, Lock, LockTimeout, signals
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere, move_clock
+from tests.documents import DOCS, files
+from tests.fixtures import OtherThread
+from tests.timing import eventually
+
+Locks = Callable[..., Lock]
+SIGNALS = [
+    signals.lock_acquired,
+    signals.lock_released,
+    signals.lock_timed_out,
+    signals.lock_lost,
+    signals.lock_force_released,
+]
+PAGE = "observability.md"
+
+
+@pytest.fixture
+def recipe() -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Run a file of the page; what it connects is disconnected afterwards."""
+    before = [list(signal.receivers) for signal in SIGNALS]
+    kept = []
+
+    def load(name: str) -> dict[str, Any]:
+        names: dict[str, Any] = {"__name__": name}
+        exec(compile(files(PAGE)[name], name, "exec"), names)
+        kept.append(names)
+        return names
+
+    yield load
+    for signal, receivers in zip(SIGNALS, before, strict=True):
+        signal.receivers[:] = receivers
+        signal.sender_receivers_cache.clear()
+
+
+def test_counts(
+    recipe: Callable[[str], dict[str, Any]], backend: str, lock: Locks, key: str
+) -> None:
+    """The receivers count grants, waits that ran out, and losses with their reason."""
+    metrics = recipe("shop/metrics.py")
+    with lock(), lock():
+        pass
+    with hold_elsewhere(key, backend=backend), suppress(LockTimeout):
+        lock().acquire(timeout=0.2)
+    with pytest.raises(LeaseLost), lock(lease=30):
+        move_clock(31, backend=backend)
+    # The re-entry isn't a grant; the one held elsewhere is.
+    assert metrics["grants"] == {"test": 3}
+    assert metrics["timeouts"] == {"test": 1}
+    assert 0.2 <= metrics["seconds_waited"]["test"] < 2
+    eventually(lambda: metrics["losses"], what="the loss")
+    assert metrics["losses"] == {("test", "expired"): 1}
+
+
+def test_lines_for_programs(
+    recipe: Callable[[str], dict[str, Any]],
+    backend: str,
+    lock: Locks,
+    key: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every signal becomes one JSON object that says what the page says."""
+    caplog.set_level(logging.INFO, logger="shop.locks")
+    recipe("shop/events.py")
+
+    def events() -> dict[str, dict[str, Any]]:
+        said = [json.loads(r.message) for r in caplog.records if r.name == "shop.locks"]
+        return {one["event"]: one for one in said if one["key"] == key}
+
+    with lock() as lease:
+        assert lock(owner="other").try_acquire() is None
+    with pytest.raises(LeaseLost), lock(lease=30):
+        move_clock(31, backend=backend)
+    eventually(lambda: "lock_lost" in events(), what="the loss")
+    assert events()["lock_released"]["fencing_token"] == lease.fencing_token
+    table = (DOCS / PAGE).read_text(encoding="utf-8")
+    for name, said in events().items():
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
+        documented = set(re.findall(r"`(\w+)`", row)) - {name, "lease"}
+        assert set(said) == documented | {"event", "key", "backend"}
+
+
+@pytest.mark.database_backend
+def test_stuck_locks(
+    recipe: Callable[[str], dict[str, Any]],
+    acquire: Callable[..., Lease],
+    key: str,
+    other: OtherThread,
+) -> None:
+    """The queries find who died and who doesn't end, and nobody else."""
+    alerts = recipe("shop/alerts.py")
+    other.do(acquire, key + ":died", lease=30, renew=False, note="import")
+    other.do(acquire, key + ":endless", lease=100_000, note="report")
+    move_clock(timedelta(hours=2))
+    acquire(key + ":young")
+
+    def report() -> list[str]:
+        return [line for line in alerts["report"]() if line.startswith(key)]
+
+    died, endless = report()
+    assert died.startswith(f"{key}:died: ")
+    assert died.endswith("died or lost it (import)")
+    assert endless.startswith(f"{key}:endless: ")
+    assert endless.endswith("(report)")
+    DistributedLock.objects.force_release(key + ":endless")
+    assert report() == [died]
+
+
+@pytest.mark.database_backend
+def test_lines_for_people(
+    lock: Locks,
+    acquire: Callable[..., Lease],
+    key: str,
+    other: OtherThread,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each line of the log is on the page, with its level and its names."""
+    caplog.set_level(logging.DEBUG, logger="dblocks")
+    lease = other.do(acquire, lease=30)
+    lock().try_acquire(timeout=1.2)
+    lease.release()
+    acquire()
+    DistributedLock.objects.force_release(key)
+    acquire(key + ":lost", lease=30)
+    move_clock(31)
+    page = (DOCS / PAGE).read_text(encoding="utf-8")
+    documented = {
+        (level, words): names
+        for level, words, names in re.findall(
+            r"^\| (\w+) \| `([\w ,-]+?) (\w+=.*?)`", page, re.M
+        )
+    }
+    for record in caplog.records:
+        if record.name != "dblocks" or "key=" not in record.getMessage():
+            continue
+        words, _, rest = record.getMessage().partition(" key=")
+        if words.startswith("no gate"):
+            continue
+        names = documented[record.levelname, words]
+        assert re.findall(r"(\w+)=", names) == re.findall(r"(\w+)=", "key=" + rest)

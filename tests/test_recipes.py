@@ -1,0 +1,356 @@
+"""The recipes' scenarios; the functions under test are those on the page itself."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections
+
+from dblocks import Lease, LeaseLost, distributed_lock
+from dblocks.models import DistributedLock
+from dblocks.test import clear_locks, hold_elsewhere, move_clock
+from testproject.shop.models import Order, Product
+from testproject.shop.sale import empty_shop
+from tests.commands import MANAGE, environment
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread, in_memory
+from tests.pages import DOCS, Examples
+from tests.processes import ROOT, Workers
+from tests.timing import DEADLINE, SLACK, always, takes
+
+Recipe = Callable[..., Any]
+
+
+@pytest.fixture
+def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
+    """Return a function of the page by its name."""
+    with Examples(DOCS / "recipes.md") as examples:
+        names = examples.run()
+        clear_locks()
+        names["sent"].clear()
+        yield names.__getitem__
+    empty_shop()
+
+
+@pytest.fixture
+def at_once() -> Callable[..., list[Any]]:
+    """Call a function in several threads at the same moment; return what they did."""
+    if in_memory():
+        pytest.skip("a database in memory locks whole tables, against readers too")
+
+    def call(function: Recipe, calls: list[tuple[Any, ...]]) -> list[Any]:
+        start = threading.Barrier(len(calls), timeout=DEADLINE)
+        results: list[Any] = []
+
+        def run(arguments: tuple[Any, ...]) -> None:
+            try:
+                connection.ensure_connection()
+                start.wait()
+                results.append(function(*arguments))
+            except BaseException as error:
+                results.append(error)
+            finally:
+                connections.close_all()
+
+        threads = [threading.Thread(target=run, args=[each]) for each in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+        return results
+
+    return call
+
+
+def product(stock: int) -> Product:
+    made: Product = Product.objects.create(name="For sale", stock=stock)
+    return made
+
+
+def stock_of(one: Product) -> int:
+    one.refresh_from_db()
+    return one.stock
+
+
+# A lock table with a version
+
+
+def test_import_under_a_request_id(recipe: Callable[[str], Recipe]) -> None:
+    """One after another gets the lock, each under a greater token."""
+    tokens = [recipe("import_prices")(f"request {n}")[1] for n in range(3)]
+    assert tokens == sorted(set(tokens))
+
+
+def test_locked_ten_times_and_unlocked_nine(
+    committed: None, key: str, workers: Workers
+) -> None:
+    """Still held, for another process too; the tenth release frees it."""
+    leases = [distributed_lock(key, owner="request 1").acquire() for _ in range(10)]
+    for lease in leases[:9]:
+        assert lease.release()
+    assert DistributedLock.objects.get(pk=key).hold_count == 1
+    worker = workers.start("attempt", key=key, owner="request 2")
+    assert worker.expect("tried")["token"] is None
+    worker.until_done()
+    assert leases[9].release()
+    worker = workers.start("attempt", key=key, owner="request 2")
+    assert worker.expect("tried")["token"] == leases[0].fencing_token + 1
+
+
+def test_holder_that_never_unlocks_is_replaced(workers: Workers, key: str) -> None:
+    """A waiter gets the lock when the holder's time is over, and not before."""
+    holder = workers.start("hold", key=key, lease=1, renew=False)
+    before = holder.expect("held")["before"]
+    waiter = workers.start("hold", key=key, timeout=1.4 + SLACK)
+    held = waiter.expect("held", within=1 + 3 * SLACK)
+    assert held["at"] - before >= 1
+    holder.tell("release")
+    assert holder.expect("released")["result"] is False
+    waiter.tell("release")
+    assert waiter.expect("released")["result"] is True
+
+
+def test_forgetful_holder_is_not_renewed(recipe: Callable[[str], Recipe]) -> None:
+    """The page's forgetful holder loses its lock after five seconds."""
+    lease: Lease = recipe("forgetful")()
+    move_clock(4)
+    assert lease.held
+    move_clock(2)
+    assert not lease.held
+    assert lease.lost_reason == "expired"
+
+
+# Refusing the second click
+
+
+def test_second_click_during_the_first(recipe: Callable[[str], Recipe]) -> None:
+    """While the first is at work, the lock refuses; the order stays as it is."""
+    order = Order.objects.create(customer="Ada")
+    with hold_elsewhere(f"payment:{order.pk}"):
+        assert recipe("pay")(order.pk) == "duplicate operation"
+        assert recipe("pay_without_decorator")(order.pk) == "duplicate operation"
+    order.refresh_from_db()
+    assert order.state == Order.State.PLACED
+
+
+def test_second_click_after_the_first(recipe: Callable[[str], Recipe]) -> None:
+    """Afterwards it is the order's own state that refuses."""
+    order = Order.objects.create(customer="Ada")
+    assert [recipe("pay")(order.pk) for _ in range(2)] == ["paid", "paid already"]
+
+
+def test_clicks_at_once(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Of many at once, one pays."""
+    order = Order.objects.create(customer="Ada")
+    results = Counter(at_once(recipe("pay"), [(order.pk,)] * 6))
+    assert results.pop("paid") == 1
+    assert set(results) <= {"duplicate operation", "paid already"}
+
+
+def test_nobody_releases_for_another(committed: None, key: str) -> None:
+    """A holder that was replaced can't release its successor's lock."""
+    first = distributed_lock(key, owner="first").acquire()
+    DistributedLock.objects.force_release(key)
+    second = distributed_lock(key, owner="second").acquire()
+    assert first.release() is False
+    assert second.held
+    assert distributed_lock(key).locked()
+    assert second.release() is True
+
+
+def test_clear_leaves_young_locks_alone(recipe: Callable[[str], Recipe]) -> None:
+    """Support can clear what is old, not what was just taken."""
+    with hold_elsewhere("payment:7", lease=3600) as lease:
+        assert recipe("clear")("payment:7") is False
+        move_clock(601)
+        assert recipe("clear")("payment:7") is True
+        assert lease.release() is False
+
+
+# A row locked for the request's transaction; an optimistic update
+
+
+@pytest.mark.parametrize("way", ["sell", "sell_optimistically"])
+def test_five_want_one_of_three(
+    way: str, recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Five buyers at once get the three pieces that there are."""
+    one = product(stock=3)
+    function = recipe(way)
+
+    def again(product_id: int) -> Any:
+        # What the database refuses because of a conflict is to be repeated.
+        for _ in range(50):
+            try:
+                return function(product_id)
+            except OperationalError as error:
+                refused = error
+        raise refused
+
+    results = Counter(at_once(again, [(one.pk,)] * 5))
+    assert results == {True: 3, False: 2}
+    assert stock_of(one) == 0
+
+
+# The five conditions
+
+
+def test_visible_to_all(workers: Workers, key: str) -> None:
+    """Another process sees who has the lock."""
+    worker = workers.start("hold", key=key, note="visible")
+    worker.expect("held")
+    assert distributed_lock(key).locked()
+    row = DistributedLock.objects.held().get(pk=key)
+    assert (row.note, str(worker.pid) in row.holder) == ("visible", True)
+
+
+def test_mutual_exclusion(workers: Workers, key: str) -> None:
+    """Of several processes that try at once, one gets it."""
+    racers = workers.start_all("race", [{"key": key}] * 4)
+    for racer in racers:
+        racer.expect("ready")
+    for racer in racers:
+        racer.tell("go")
+    tokens = [racer.expect("tried")["token"] for racer in racers]
+    assert sorted(token is None for token in tokens) == [False, True, True, True]
+
+
+def test_availability(workers: Workers, key: str) -> None:
+    """A holder that is killed is replaced when its lease is over."""
+    holder = workers.start("hold", key=key, lease=1)
+    holder.expect("held")
+    holder.kill()
+    with takes(at_most=1 + SLACK):
+        assert distributed_lock(key, timeout=1 + SLACK).acquire().release()
+
+
+def test_limit_in_time(committed: None, key: str, other: OtherThread) -> None:
+    """A living holder's renewal ends at max_hold."""
+    lease = distributed_lock(key, lease=30, max_hold=60).acquire()
+    move_clock(25)
+    always(lambda: lease.held, during=0.1)
+    move_clock(36)
+    assert lease.lost_reason == "expired"
+    assert other.do(lambda: distributed_lock(key).acquire(timeout=SLACK).release())
+
+
+def test_no_split_brain(workers: Workers, key: str) -> None:
+    """A holder that was paused past its lease, and replaced, can't commit."""
+    account = AccountFactory(balance=10)
+    paused = workers.start("add_under_guard", key=key, account=account.pk, lease=0.6)
+    paused.expect("read")
+    paused.stop()
+    try:
+        with distributed_lock(key, timeout=0.6 + 2 * SLACK):
+            type(account).objects.filter(pk=account.pk).update(balance=100)
+    finally:
+        paused.resume()
+    paused.tell("write")
+    assert paused.expect("lost")["reason"] == "taken"
+    account.refresh_from_db()
+    assert account.balance == 100
+
+
+# A flash sale
+
+
+@pytest.mark.parametrize("stock", [1, 3])
+def test_flash_sale(
+    stock: int, recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Five buyers at once get as many pieces as there are, and not one more."""
+    one = product(stock)
+    calls = [(one.pk, f"Buyer {number}") for number in range(5)]
+    results = at_once(recipe("buy"), calls)
+    sold = [result for result in results if isinstance(result, Order)]
+    assert (len(sold), results.count(None)) == (stock, 5 - stock)
+    assert stock_of(one) == 0
+
+
+# A scheduled job on a cluster
+
+
+def test_scheduled_job_runs_once(recipe: Callable[[str], Recipe]) -> None:
+    """The late clock's machine skips, the next interval's run goes on."""
+    assert recipe("remind")() == "sent"
+    move_clock(2)
+    assert recipe("remind")() is None
+    move_clock(300)
+    assert recipe("remind")() == "sent"
+    assert recipe("sent") == ["reminders"] * 2
+
+
+def test_job_from_cron_runs_once(committed: None, key: str) -> None:
+    """Of two machines' cron, one runs the program; the other is silent."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    options = ["--skip-if-locked", "--hold-at-least", "300", "--", "echo", "ran"]
+    runs = [
+        subprocess.run(
+            [*MANAGE, "run_locked", key, *options],
+            env=environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        for _ in range(2)
+    ]
+    assert [(run.returncode, run.stdout, run.stderr) for run in runs] == [
+        (0, "ran\n", ""),
+        (0, "", ""),
+    ]
+
+
+# Locks in a database of their own
+
+
+def test_locks_in_a_database_of_their_own(
+    committed: None, key: str, settings: Any, other: OtherThread
+) -> None:
+    """As on the page: the row is there, and the guard works across."""
+    if "locks" not in connections.settings:
+        pytest.skip("LOCKS_DATABASE_URL names no second database")
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
+    account = AccountFactory()
+    rows = DistributedLock.objects.using("locks")
+
+    def pay_in(balance: int) -> None:
+        with distributed_lock(key, atomic=True):
+            assert rows.held().filter(pk=key).exists()
+            type(account).objects.filter(pk=account.pk).update(balance=balance)
+            if balance > 1:
+                other.do(lambda: rows.force_release(key))
+
+    try:
+        pay_in(1)
+        with pytest.raises(LeaseLost):
+            pay_in(2)
+        account.refresh_from_db()
+        assert account.balance == 1
+    finally:
+        rows.filter(pk=key).prune(0)
+
+
+# Clearing overdue locks
+
+
+def test_cleaner_ends_what_hangs_and_nothing_else(
+    recipe: Callable[[str], Recipe],
+) -> None:
+    """Held for too long is ended, held for less is left, overdue needs nobody."""
+    with hold_elsewhere("hung", lease=4 * 3600) as hung:
+        move_clock(2 * 3600 + 1)
+        with hold_elsewhere("young", lease=3600) as young:
+            assert recipe("end_what_hangs")() == ["hung"]
+            assert young.held
+        assert hung.release() is False
+        assert hung.lost_reason == "forced"

@@ -1,0 +1,540 @@
+"""The shop as a site: real requests in parallel, under gunicorn, and two browsers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from html import unescape
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from django.conf import settings as project
+from django.contrib.auth.models import User
+from django.db import connections
+from django.test import Client
+from django.urls import reverse
+
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from testproject.shop.models import Order, OrderItem, Product
+from testproject.shop.operators import PERMISSIONS, make_operators
+from testproject.shop.sale import empty_shop
+from tests.browser import Browser, Window, launch
+from tests.factories import LockFactory, now
+from tests.fixtures import in_memory
+from tests.processes import ROOT
+from tests.timing import DEADLINE, eventually
+
+THREADS = 4
+THINKING = 0.15
+"""Seconds, more or less, that a checkout takes; a payment takes exactly that."""
+
+
+@dataclass
+class Answer:
+    """What came back over HTTP, and from which process."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: str
+
+    @property
+    def process(self) -> str:
+        return str(self.headers["X-Process"])
+
+    @property
+    def page(self) -> str:
+        """The name of the page, as its ``main`` element has it."""
+        found = re.search(r'data-page="([\w-]+)"', self.body)
+        assert found is not None, self.body
+        return found[1]
+
+
+class Server:
+    """gunicorn with the shop's site, in processes of its own."""
+
+    def __init__(self, workers: int, log: Path) -> None:
+        self.workers, self.log = workers, log
+        names = {
+            alias: connections[alias].settings_dict["NAME"] for alias in connections
+        }
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+            self.port: int = listening.getsockname()[1]
+            with log.open("wb") as output:
+                self._child = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "gunicorn", "tests.wsgi"),
+                        *("--bind", f"fd://{listening.fileno()}"),
+                        *("--workers", str(workers), "--preload"),
+                        *("--worker-class", "gthread", "--threads", str(THREADS)),
+                        # One worker can't take all requests and let them wait.
+                        *("--worker-connections", str(THREADS + 1)),
+                        *("--graceful-timeout", "1", "--no-control-socket"),
+                    ],
+                    cwd=ROOT,
+                    env={
+                        **os.environ,
+                        "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
+                        "DJANGO_SETTINGS_MODULE": "tests.settings",
+                        "SHOP_THINKING": str(THINKING),
+                    },
+                    pass_fds=[listening.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=DEADLINE
+        )
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return Answer(answer.status, answer.headers, answer.read().decode())
+        finally:
+            connection.close()
+
+    def wait(self) -> None:
+        """Wait until every worker has answered once."""
+        seen: set[str] = set()
+
+        def all_answer() -> bool:
+            with ThreadPoolExecutor(2 * self.workers) as threads:
+                paths = [reverse("shop:catalogue")] * (2 * self.workers)
+                answers = list(threads.map(lambda path: self.ask("GET", path), paths))
+            assert {answer.status for answer in answers} == {200}
+            seen.update(answer.process for answer in answers)
+            return len(seen) == self.workers
+
+        eventually(all_answer, what=f"{self.workers} workers")
+
+    def terminate(self) -> None:
+        self._child.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """See it end; whatever it had to complain about is a failure."""
+        self.terminate()
+        try:
+            self._child.wait(DEADLINE)
+        finally:
+            if self._child.poll() is None:
+                os.killpg(self._child.pid, signal.SIGKILL)
+                self._child.wait()
+        log = self.log.read_text()
+        assert "Traceback" not in log, log
+
+
+class Buyer:
+    """Somebody with cookies of their own, who reads a page and presses its button."""
+
+    def __init__(self, server: Server, name: str = "Ada") -> None:
+        self.server, self.name = server, name
+        self.cookies = SimpleCookie()
+        self.forms: list[dict[str, str]] = []
+
+    def ask(self, method: str, path: str, body: str = "") -> Answer:
+        cookie = "; ".join(f"{one.key}={one.value}" for one in self.cookies.values())
+        form = "application/x-www-form-urlencoded"
+        headers = {"Cookie": cookie, "Content-Type": form}
+        answer = self.server.ask(method, path, body, **headers)
+        for value in answer.headers.get_all("Set-Cookie") or []:
+            self.cookies.load(value)
+        return answer
+
+    def read(self, path: str) -> Answer:
+        """Open a page and remember the token of its forms."""
+        answer = self.ask("GET", path)
+        assert answer.status == 200, answer.body
+        found = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', answer.body)
+        self.token = found[1] if found else ""
+        return answer
+
+    def press(self, path: str, **fields: str) -> Answer:
+        """Press a button of the page; follow where that leads."""
+        fields = {"csrfmiddlewaretoken": self.token, "customer": self.name, **fields}
+        answer = self.ask("POST", path, urlencode(fields))
+        if answer.status != 302:
+            return answer
+        page = self.ask("GET", answer.headers["Location"])
+        # Whoever has sent the buyer there is of interest.
+        page.headers.replace_header("X-Process", answer.process)
+        return page
+
+
+def at_once(*actions: Callable[[], Answer]) -> list[Answer]:
+    """Do several things at the same moment."""
+    start = threading.Barrier(len(actions))
+
+    def do(action: Callable[[], Answer]) -> Answer:
+        start.wait(DEADLINE)
+        return action()
+
+    with ThreadPoolExecutor(len(actions)) as threads:
+        return list(threads.map(do, actions))
+
+
+@pytest.fixture(scope="module")
+def servers(
+    django_db_setup: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Server]]:
+    """Start the site with so many workers, once."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    folder = tmp_path_factory.mktemp("gunicorn")
+    started: dict[int, Server] = {}
+
+    def serve(workers: int) -> Server:
+        if workers not in started:
+            started[workers] = Server(workers, folder / f"{workers}.log")
+            started[workers].wait()
+        return started[workers]
+
+    yield serve
+    with ExitStack() as ends:
+        for server in started.values():
+            server.terminate()
+            ends.callback(server.stop)
+
+
+@pytest.fixture
+def shop(committed: None) -> Iterator[None]:
+    """An empty shop, in the database as in production."""
+    yield
+    empty_shop()
+
+
+@pytest.fixture
+def server(shop: None, servers: Callable[[int], Server]) -> Server:
+    """The site, with two workers of several threads."""
+    return servers(2)
+
+
+def rush(server: Server, product: Product, buyers: int, way: str = "") -> list[Answer]:
+    """Let many buyers read a product's page, and press its button at once."""
+    page = reverse("shop:product", args=[product.pk])
+    button = f"{page}buy/{way}"
+    crowd = [Buyer(server, f"Buyer {number}") for number in range(buyers)]
+    for buyer in crowd:
+        buyer.read(page)
+    return at_once(*[lambda buyer=buyer: buyer.press(button) for buyer in crowd])
+
+
+def statuses(answers: list[Answer]) -> list[int]:
+    return sorted(answer.status for answer in answers)
+
+
+def test_never_oversold(server: Server) -> None:
+    """Ten buyers at once, in several processes: three get one each, seven none."""
+    product = Product.objects.create(name="Lamp", stock=3)
+    answers = rush(server, product, 10)
+    bought = [answer for answer in answers if answer.page == "order"]
+    product.refresh_from_db()
+    assert (len(bought), product.sold(), product.stock) == (3, 3, 0)
+    pages = {answer.page: answer.status for answer in answers if answer not in bought}
+    assert pages == {"sold-out": 409}
+    assert len({answer.process for answer in answers}) == 2
+    assert not DistributedLock.objects.held().exists()
+
+
+@pytest.mark.parametrize(
+    ("workers", "oversells"),
+    [pytest.param(1, False, id="one"), pytest.param(2, True, id="two")],
+)
+def test_lock_of_one_process(
+    workers: int, oversells: bool, shop: None, servers: Callable[[int], Server]
+) -> None:
+    """A ``threading.Lock`` is right on one worker, and oversells on two."""
+    product = Product.objects.create(name="Lamp", stock=2)
+    answers = rush(servers(workers), product, 8, way="process-lock/")
+    assert len({answer.process for answer in answers}) == workers
+    assert (product.sold() > 2) is oversells
+
+
+def test_second_buyer_waits_too_long(server: Server) -> None:
+    """Who comes second is told what happened, when to come again, and can do so."""
+    product = Product.objects.create(name="Lamp", stock=1)
+    page = reverse("shop:product", args=[product.pk])
+    buyer = Buyer(server, "Bob <b>")
+    buyer.read(page)
+    with hold_elsewhere(f"shop:stock:{product.pk}"):
+        answer = buyer.press(f"{page}buy/")
+        assert "held" in buyer.read(page).body
+    assert (answer.status, answer.page) == (423, "locked")
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert "You came second" in answer.body
+    # The form that tries again has everything that it needs.
+    fields = dict(
+        re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.body)
+    )
+    again = {name: unescape(value) for name, value in fields.items()}
+    assert buyer.press(f"{page}buy/", **again).page == "order"
+    assert Order.objects.get().customer == "Bob <b>"
+
+
+def test_double_payment(server: Server) -> None:
+    """Of two clicks at once one pays; the lock refuses the other, then the order."""
+    order = Order.objects.create(customer="Ada")
+    page = reverse("shop:order", args=[order.pk])
+    buyer = Buyer(server)
+    buyer.read(page)
+
+    def click() -> Answer:
+        return buyer.press(f"{page}pay/")
+
+    answers = at_once(click, click)
+    assert statuses(answers) == [200, 409]
+    paid, refused = sorted(answers, key=lambda answer: answer.status)
+    assert paid.page == "order"
+    assert "Thank you" in paid.body
+    assert "Duplicate operation" in refused.body
+    assert "is at work already" in refused.body
+    order.refresh_from_db()
+    assert order.state == Order.State.PAID
+    late = click()
+    assert late.status == 409
+    assert "is paid already" in late.body
+    assert 'id="pay"' not in buyer.read(page).body
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with launch() as browser:
+        yield browser
+
+
+@pytest.fixture
+def windows(server: Server, request: pytest.FixtureRequest) -> Iterator[list[Window]]:
+    """Two windows, each with cookies of its own; nothing may be complained about."""
+    if project.ISOLATION == "repeatable read":
+        pytest.skip("browsers press the same buttons at every isolation level")
+    browser: Browser = request.getfixturevalue("browser")
+    windows = [browser.window(server.url), browser.window(server.url)]
+    yield windows
+    complaints = [text for window in windows for text in window.complaints]
+    for window in windows:
+        window.close()
+    assert not complaints
+
+
+def press_at_once(windows: list[Window], button: str, path: str) -> dict[str, str]:
+    """Press a button in all windows; return the pages that this leads to."""
+    for window in windows:
+        window.click(button, no_wait_after=True)
+    for window in windows:
+        window.wait_for_url(lambda url: not url.endswith(path))
+    return {
+        window.get_attribute("main", "data-page"): window.inner_text("main")
+        for window in windows
+    }
+
+
+def test_two_buyers_in_a_browser(windows: list[Window]) -> None:
+    """One gets the last piece, the other a page that says what happened."""
+    lamp = Product.objects.create(name="Lamp", stock=1)
+    path = reverse("shop:product", args=[lamp.pk])
+    for window, name in zip(windows, ["Ada", "Bob"], strict=True):
+        window.open(path)
+        window.fill("#id_customer", name)
+    pages = press_at_once(windows, "text=Buy one", path)
+    order = Order.objects.get()
+    loser = {"Ada": "Bob", "Bob": "Ada"}[order.customer]
+    assert set(pages) == {"order", "sold-out"}
+    assert f"It’s yours, {order.customer}." in pages["order"]
+    assert f"Sorry, {loser}: somebody else was" in pages["sold-out"]
+    assert "nothing is to be paid" in pages["sold-out"]
+
+
+def test_double_payment_in_a_browser(windows: list[Window]) -> None:
+    """Pressed in two windows, the button pays once."""
+    order = Order.objects.create(customer="Ada")
+    path = reverse("shop:order", args=[order.pk])
+    for window in windows:
+        window.open(path)
+    for window in windows:
+        window.click("#pay button", no_wait_after=True)
+    done = "main[data-page=duplicate], main[data-page=order] .paid"
+    for window in windows:
+        window.wait_for_selector(done)
+    texts = sorted(window.inner_text("h1") for window in windows)
+    assert texts == ["Duplicate operation", f"Order {order.pk}"]
+
+
+# Page by page
+
+
+@pytest.fixture
+def client(db: None, settings: Any) -> Client:
+    """A client of a shop where nobody has to think."""
+    settings.SHOP_THINKING = 0
+    return Client(raise_request_exception=False)
+
+
+def page_of(answer: Any) -> str:
+    found = re.search(r'data-page="([\w-]+)"', answer.content.decode())
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def lamp(db: None) -> Product:
+    product: Product = Product.objects.create(name="Lamp", stock=1)
+    return product
+
+
+def url_of(product: Product, rest: str = "") -> str:
+    return reverse("shop:product", args=[product.pk]) + rest
+
+
+def test_catalogue(client: Client, lamp: Product) -> None:
+    """Every product is on the first page, however many there are of it."""
+    Product.objects.create(name="Chair", stock=0)
+    Product.objects.create(name="Table", stock=-2)
+    text = client.get("/").content.decode()
+    for words in ("Lamp", "1 left", "Sold out", "Oversold: -2 left"):
+        assert words in text
+
+
+def test_empty_catalogue(client: Client) -> None:
+    """An empty shop says how it is filled."""
+    assert b"demo --serve" in client.get("/").content
+
+
+@pytest.mark.parametrize("way", ["", "plain/", "process-lock/", "optimistic/"])
+def test_every_way_to_buy(client: Client, lamp: Product, way: str) -> None:
+    """One buyer after another: the first gets the piece, the second is told."""
+    first = client.post(url_of(lamp, f"buy/{way}"), {"customer": "Ada"}, follow=True)
+    assert (first.status_code, page_of(first)) == (200, "order")
+    second = client.post(url_of(lamp, f"buy/{way}"), {"customer": "Bob"})
+    assert (second.status_code, page_of(second)) == (409, "sold-out")
+    assert OrderItem.objects.get().order.customer == "Ada"
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a" * 101])
+def test_buyer_without_a_name(client: Client, lamp: Product, name: str) -> None:
+    """What was typed wrong is shown again, and nothing is sold."""
+    answer = client.post(url_of(lamp, "buy/"), {"customer": name})
+    assert (answer.status_code, page_of(answer)) == (400, "product")
+    assert b"errorlist" in answer.content
+    assert lamp.sold() == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        pytest.param("get", "/product/999999/", 404, id="no product"),
+        pytest.param("get", f"/product/{10**30}/", 404, id="no number"),
+        pytest.param("post", "/product/999999/buy/", 404, id="nothing to buy"),
+        pytest.param("post", "/product/999999/restock/", 404, id="nothing to bring"),
+        pytest.param("post", "/product/1/buy/guess/", 404, id="no way"),
+        pytest.param("get", "/product/1/buy/", 405, id="buy by GET"),
+        pytest.param("get", "/order/999999/", 404, id="no order"),
+        pytest.param("post", "/order/999999/pay/", 404, id="nothing to pay"),
+        pytest.param("get", "/order/1/pay/", 405, id="pay by GET"),
+    ],
+)
+def test_refused(client: Client, method: str, path: str, status: int) -> None:
+    """What isn't there, or isn't done that way, is no error of the shop's."""
+    assert getattr(client, method)(path, {"customer": "Ada"}).status_code == status
+
+
+def test_csrf(lamp: Product) -> None:
+    """Buttons of other sites do nothing here."""
+    stranger = Client(enforce_csrf_checks=True)
+    answer = stranger.post(url_of(lamp, "buy/"), {"customer": "Ada"})
+    assert (answer.status_code, lamp.sold()) == (403, 0)
+
+
+def test_van(client: Client, lamp: Product) -> None:
+    """It brings one piece, and then its lock cools down."""
+    assert client.post(url_of(lamp, "restock/")).status_code == 302
+    lamp.refresh_from_db()
+    assert lamp.stock == 2
+    answer = client.post(url_of(lamp, "restock/"))
+    assert (answer.status_code, page_of(answer)) == (409, "no-van")
+    lamp.refresh_from_db()
+    assert lamp.stock == 2
+    board = client.get(reverse("shop:locks")).content.decode()
+    line = board.partition(f'data-key="shop:van:{lamp.pk}"')[2]
+    assert 'class="pill cooling"' in line
+
+
+def test_locks(client: Client, lamp: Product) -> None:
+    """The page shows states, times and remaining seconds, and no holder."""
+    LockFactory(
+        key=f"shop:stock:{lamp.pk}",
+        held=True,
+        holder="web-1 pid 977",
+        note="a secret",
+        acquired_at=now(-5),
+        expires_at=now(25),
+    )
+    LockFactory(key="shop:order:7", held=True)
+    LockFactory(key="shop:order:8")
+    LockFactory(key="other:1", held=True)
+    answer = client.get(reverse("shop:locks"))
+    text = answer.content.decode()
+    keys = re.findall(r'data-key="([^"]+)"', text)
+    assert keys == [f"shop:stock:{lamp.pk}", "shop:order:7"]
+    assert 'class="pill held"' in text
+    assert re.search(r"<time datetime=.*>[\d:]{8}</time>", text)
+    assert re.search(r">2[3-5]\.\d s<", text)
+    assert "977" not in text
+    assert "secret" not in text
+    assert "Refresh" not in answer.headers
+
+
+def test_watched_locks(client: Client) -> None:
+    """The page is loaded again and again only if somebody wants that."""
+    answer = client.get(reverse("shop:locks"), {"watch": ""})
+    assert answer.headers["Refresh"] == "1"
+
+
+def test_pages_are_made_of_files(client: Client, lamp: Product) -> None:
+    """No page has a style or a script in it, and names are text on every page."""
+    client.post(url_of(lamp, "buy/"), {"customer": "<script>"})
+    order = Order.objects.get()
+    paths = ["/", url_of(lamp), reverse("shop:order", args=[order.pk]), "/locks/"]
+    answers = [client.get(path) for path in paths]
+    answers += [client.post(url_of(lamp, "buy/"), {"customer": "<script>"})]
+    for answer in answers:
+        text = answer.content.decode()
+        assert "<script" not in text
+        assert "<style" not in text
+        assert " style=" not in text
+    assert "&lt;script&gt;" in answers[2].content.decode()
+
+
+@pytest.mark.usefixtures("db")
+def test_operators(settings: Any) -> None:
+    """Both are let into the admin, may do what they are for, and can be made again."""
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+    make_operators()
+    for account in make_operators():
+        user = User.objects.get(username=account.username)
+        assert user.is_staff
+        assert user.check_password(account.password)
+        allowed = {f"dblocks.{name}" for name in PERMISSIONS[account.username]}
+        assert user.get_all_permissions() == allowed

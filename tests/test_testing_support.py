@@ -1,0 +1,430 @@
+"""What dblocks gives to the tests of users: a competitor, and a clock to be moved."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import IntegrityError, transaction
+from django.test import TestCase, TransactionTestCase
+
+from dblocks import (
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    current_lease,
+    distributed_lock,
+    transactions,
+)
+from dblocks.backends.base import BaseBackend
+from dblocks.models import DistributedLock
+from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
+from tests.fixtures import OtherThread
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, eventually, takes
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+
+def test_held_elsewhere(backend: str, lock: Locks, key: str) -> None:
+    """In the block the key is somebody else's; afterwards it is free."""
+    with hold_elsewhere(key, backend=backend, note="nightly", lease=20) as theirs:
+        assert theirs.held
+        assert lock().locked()
+        with pytest.raises(LockTimeout) as caught:
+            lock().acquire(timeout=0)
+        assert caught.value.note == "nightly"
+        assert 10 < caught.value.retry_after <= 20.1
+        with pytest.raises(LookupError):
+            current_lease()
+    with lock(timeout=0) as ours:
+        assert ours.fencing_token > theirs.fencing_token
+
+
+def test_held_elsewhere_until_released(backend: str, lock: Locks, key: str) -> None:
+    """The somebody may release before the end of the block."""
+    with hold_elsewhere(key, backend=backend) as theirs:
+        assert theirs.release() is True
+        with lock(timeout=0):
+            pass
+
+
+def test_held_elsewhere_after_an_error(backend: str, lock: Locks, key: str) -> None:
+    """An error in the block passes through, and the key is free."""
+    with pytest.raises(RuntimeError), hold_elsewhere(key, backend=backend):
+        raise RuntimeError
+    assert not lock().locked()
+
+
+def test_held_elsewhere_when_taken(
+    backend: str, acquire: Leases, key: str, other: OtherThread
+) -> None:
+    """A key that is taken can't be held elsewhere too, not by its holder either."""
+    acquire()
+    with (
+        takes(at_most=SLACK),
+        pytest.raises(LockTimeout),
+        hold_elsewhere(key, backend=backend),
+    ):
+        pass
+
+
+def test_held_elsewhere_by_two(backend: str, key: str) -> None:
+    """Each block is a holder of its own."""
+    with (
+        hold_elsewhere(key, backend=backend),
+        hold_elsewhere(key + "!", backend=backend),
+        pytest.raises(LockTimeout),
+        hold_elsewhere(key, backend=backend),
+    ):
+        pass
+
+
+def test_released_while_waiting(
+    backend: str, lock: Locks, key: str, other: OtherThread
+) -> None:
+    """Who waits for what is held elsewhere gets it at the end of the block."""
+    with hold_elsewhere(key, backend=backend):
+        waiting = other.start(lock().acquire, timeout=DEADLINE)
+    waiting.result(timeout=DEADLINE).release()
+
+
+def test_held_elsewhere_in_async_code(backend: str, lock: Locks, key: str) -> None:
+    """There is an async form, and the sync one refuses to block an event loop."""
+
+    async def main() -> None:
+        holder = hold_elsewhere(key, backend=backend)
+        async with holder as theirs:
+            assert theirs.held
+            assert await lock().atry_acquire() is None
+        async with lock(timeout=0):
+            pass
+        with pytest.raises(SynchronousOnlyOperation), holder:
+            pass
+
+    async_to_sync(main)()
+
+
+@pytest.mark.database_backend
+@pytest.mark.usefixtures("two_writers")
+def test_held_elsewhere_in_a_transaction(lock: Locks, key: str) -> None:
+    """The somebody doesn't wait for the end of the test's transaction."""
+    with transaction.atomic():
+        with hold_elsewhere(key):
+            assert lock().try_acquire() is None
+        lock().acquire(timeout=0).release()
+
+
+class TestMoveClock:
+    """``move_clock``: time passes without anybody waiting for it."""
+
+    def test_lease_runs_out(
+        self, backend: str, lock: Locks, key: str, obtainable: Obtainable
+    ) -> None:
+        """Moved past its lease, a holder has lost it, renewed or not."""
+        for options in ({}, {"renew": False}):
+            with pytest.raises(LeaseLost) as caught, lock(lease=30, **options) as lease:  # noqa: PT012
+                move_clock(31, backend=backend)
+                assert not lease.held
+                assert lease.lost_reason == "expired"
+                assert obtainable()
+            assert caught.value.reason == "expired"
+
+    def test_somebody_elses_lease_runs_out(
+        self, backend: str, lock: Locks, key: str
+    ) -> None:
+        """A holder that died is replaced once its lease is over, not before."""
+        with hold_elsewhere(key, backend=backend, lease=30) as theirs:
+            assert lock().try_acquire() is None
+            move_clock(timedelta(minutes=1), backend=backend)
+            with lock(timeout=0) as ours:
+                assert ours.fencing_token > theirs.fencing_token
+        assert theirs.lost_reason == "expired"
+
+    def test_lease_that_lasts(self, backend: str, acquire: Leases) -> None:
+        """Moved by less than the lease, it has so much less left."""
+        lease = acquire(lease=100, renew=False)
+        move_clock(60, backend=backend)
+        assert lease.held
+        assert 25 < lease.remaining() <= 30
+        move_clock(29, backend=backend)
+        assert lease.remaining() <= 1
+
+    def test_renewal_goes_on(
+        self, backend: str, acquire: Leases, obtainable: Obtainable
+    ) -> None:
+        """A renewed lease that survives the move is renewed soon afterwards."""
+        lease = acquire(lease=100)
+        for _ in range(3):
+            move_clock(60, backend=backend)
+            eventually(lambda: lease.remaining() > 80, within=SLACK, what="a renewal")
+        assert not obtainable()
+        assert lease.release() is True
+
+    def test_loss_is_told(self, backend: str, acquire: Leases) -> None:
+        """The holder's callback is called."""
+        lease = acquire(lease=600)
+        told = threading.Event()
+        lease.on_lost(lambda lease: told.set())
+        move_clock(601, backend=backend)
+        assert told.wait(DEADLINE)
+
+    def test_cooling_ends(self, backend: str, lock: Locks) -> None:
+        """A key cools down by the moved clock."""
+        with lock(hold_at_least=300):
+            pass
+        move_clock(290, backend=backend)
+        assert lock().try_acquire() is None
+        move_clock(10, backend=backend)
+        lock().acquire(timeout=0).release()
+
+    def test_max_hold(self, backend: str, acquire: Leases, lock: Locks) -> None:
+        """The holding limit counts by the moved clock."""
+        lease = acquire(lease=30, max_hold=40)
+        move_clock(20, backend=backend)
+        eventually(lambda: lease.remaining() > 15, within=SLACK, what="a renewal")
+        move_clock(20.1, backend=backend)
+        assert not lease.held
+        with lock(timeout=0, owner="next"):
+            pass
+
+    def test_waiter_finds_out(
+        self, backend: str, acquire: Leases, lock: Locks, other: OtherThread
+    ) -> None:
+        """A waiter has the key within a moment, or gives up at its moved timeout."""
+        acquire(lease=300, renew=False)
+        patient = other.start(lock().acquire, timeout=1000)
+        eventually(lambda: patient.running(), what="the waiter")
+        with takes(at_most=SLACK):
+            move_clock(301, backend=backend)
+            patient.result(timeout=DEADLINE).release()
+
+    def test_waiter_gives_up(
+        self, backend: str, acquire: Leases, lock: Locks, other: OtherThread
+    ) -> None:
+        """Waiting ends by the moved clock."""
+        acquire(lease=3000, renew=False)
+        hasty = other.start(lock().try_acquire, timeout=1000)
+        time.sleep(0.05)
+        with takes(at_most=SLACK):
+            while not hasty.done():
+                move_clock(100, backend=backend)
+                time.sleep(0.05)
+        assert hasty.result() is None
+
+    def test_in_async_code(self, backend: str, lock: Locks) -> None:
+        """There is an async form."""
+
+        async def main() -> None:
+            with pytest.raises(LeaseLost):
+                async with lock(lease=30):
+                    await amove_clock(31, backend=backend)
+
+        async_to_sync(main)()
+
+    @pytest.mark.database_backend
+    @pytest.mark.usefixtures("two_writers")
+    def test_in_a_transaction(self, lock: Locks, key: str) -> None:
+        """In the test's transaction too, the locks alone grow older."""
+        with hold_elsewhere(key, lease=30), transaction.atomic():
+            move_clock(31)
+            lock().acquire(timeout=0).release()
+            transaction.set_rollback(True)
+        assert DistributedLock.objects.free().filter(pk=key).exists()
+
+    @pytest.mark.database_backend
+    def test_rows_grow_older(self, acquire: Leases, key: str) -> None:
+        """Queries for stuck locks find what has been held for long."""
+        acquire(lease=30, renew=False)
+        before = DistributedLock.objects.get(pk=key)
+        move_clock(31)
+        after = DistributedLock.objects.expired().get(pk=key)
+        assert before.acquired_at is not None
+        assert after.acquired_at is not None
+        for moved in (
+            before.acquired_at - after.acquired_at,
+            before.expires_at - after.expires_at,
+        ):
+            assert abs(moved - timedelta(seconds=31)) < timedelta(milliseconds=2)
+
+    @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")], ids=repr)
+    def test_forward_only(self, value: float) -> None:
+        """The clock is never set back."""
+        with pytest.raises(ValueError, match="seconds"):
+            move_clock(value)
+
+    def test_other_clocks(self, settings: Any) -> None:
+        """The clock of an engine that is neither is refused, and so is clearing."""
+        settings.DBLOCKS = {
+            "other": {"BACKEND": "tests.test_testing_support.OtherBackend"}
+        }
+        for function in (
+            lambda: move_clock(1, backend="other"),
+            lambda: clear_locks("other"),
+        ):
+            with pytest.raises(NotImplementedError, match="'other'"):
+                function()
+
+
+class OtherBackend(BaseBackend):
+    """An engine with a clock of its own."""
+
+    def try_acquire(self, request: Any, patience: float) -> Any:
+        raise NotImplementedError
+
+    def read(self, key: str) -> Any:
+        raise NotImplementedError
+
+    def renew(self, renewals: Any, patience: float = 1.0) -> Any:
+        raise NotImplementedError
+
+    def release(self, grant: Any, **options: Any) -> bool:
+        raise NotImplementedError
+
+
+def test_clear_locks(backend: str, acquire: Leases, lock: Locks, key: str) -> None:
+    """What is held or cooling becomes free; its holder finds it force-released."""
+    lease = acquire()
+    with lock(key + "!", hold_at_least=300):
+        pass
+    clear_locks(backend)
+    for name in (key, key + "!"):
+        with lock(name, owner="next", timeout=0) as ours:
+            assert ours.fencing_token is not None
+            assert ours.fencing_token > 1
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason in {"forced", "taken"}
+
+
+class InsideTestCase(TestCase):
+    """Django's ``TestCase``: everything runs in a transaction that is rolled back."""
+
+    def held(self, key: str) -> bool:
+        return DistributedLock.objects.held().filter(pk=key).exists()
+
+    def test_lock(self) -> None:
+        """A lock is taken, re-entered and released in the test's transaction."""
+        with distributed_lock("inside", lease=30) as lease:
+            assert lease.held
+            assert self.held("inside")
+            with distributed_lock("inside", timeout=0) as again:
+                assert again.fencing_token == lease.fencing_token
+        assert not self.held("inside")
+
+    def test_held_elsewhere(self) -> None:
+        """Somebody else's lock is on the test's connection."""
+        with hold_elsewhere("inside"):
+            assert self.held("inside")
+            assert distributed_lock("inside").try_acquire() is None
+        distributed_lock("inside").acquire(timeout=0).release()
+
+    def test_transaction(self) -> None:
+        """The test's own transactions end where they end; its TestCase's doesn't count.
+
+        A lock released inside is kept until then.
+        """
+        with transaction.atomic():
+            distributed_lock("inside").acquire(timeout=0).release()
+            assert self.held("inside")
+        assert not self.held("inside")
+
+    def test_broken_transaction(self) -> None:
+        """The error that broke the test's transaction comes out, not the next one."""
+        with (  # noqa: PT012
+            pytest.raises(IntegrityError),
+            transaction.atomic(),
+            hold_elsewhere("inside"),
+        ):
+            account = Account.objects.create(name="once")
+            Account.objects.create(pk=account.pk, name="twice")
+        assert not self.held("inside")
+
+    def test_clock(self) -> None:
+        """Leases run out without waiting, and somebody else may follow."""
+        with pytest.raises(LeaseLost), distributed_lock("inside", lease=30) as lease:  # noqa: PT012
+            move_clock(31)
+            assert not lease.held
+            with hold_elsewhere("inside") as theirs:
+                assert theirs.fencing_token > lease.fencing_token
+                assert self.held("inside")
+
+    def test_replaced_holder_cannot_commit(self) -> None:
+        """A holder that was replaced is refused at its commit."""
+        account = Account.objects.create(name="guarded")
+        with (  # noqa: PT012
+            pytest.raises(LeaseLost),
+            distributed_lock("inside", lease=30, atomic=True),
+        ):
+            Account.objects.filter(pk=account.pk).update(balance=1)
+            move_clock(31)
+            with hold_elsewhere("inside"):
+                pass
+        account.refresh_from_db()
+        assert account.balance == 0
+
+    def test_renewal(self) -> None:
+        """A lease that is held for longer than its length stays held."""
+        with distributed_lock("inside", lease=0.6) as lease:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                assert lease.held
+                assert distributed_lock("inside", owner="x").try_acquire() is None
+                time.sleep(0.05)
+
+    async def test_async(self) -> None:
+        """Async test methods lock on the test's connection too."""
+        async with distributed_lock("inside", lease=30) as lease:
+            assert await sync_to_async(self.held)("inside")
+            tasks = [
+                asyncio.create_task(distributed_lock("inside").atry_acquire())
+                for _ in range(3)
+            ]
+            assert await asyncio.gather(*tasks) == [None] * 3
+            await lease.arenew()
+        async with hold_elsewhere("inside"):
+            assert await distributed_lock("inside").atry_acquire() is None
+        with pytest.raises(LeaseLost):
+            async with distributed_lock("inside", lease=30):
+                await amove_clock(31)
+
+    async def test_cancelled(self) -> None:
+        """A cancelled task gives its lock back on the test's connection."""
+        for after in (0, 0.001, 0.003):
+            task = asyncio.create_task(distributed_lock("inside").aacquire())
+            await asyncio.sleep(after)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await (await task).arelease()
+            async with distributed_lock("inside", timeout=SLACK):
+                pass
+
+    def test_nothing_else_is_open(self) -> None:
+        """No second connection stays open beside the test's."""
+        with transaction.atomic(), distributed_lock("inside"):
+            pass
+        assert not transactions._thread.beside
+
+
+class InsideTransactionTestCase(TransactionTestCase):
+    """Django's ``TransactionTestCase``: everything is committed."""
+
+    def test_lock(self) -> None:
+        """Locks and competitors work as in production."""
+        with distributed_lock("committed", lease=30) as lease:
+            assert lease.held
+        with hold_elsewhere("committed", lease=30):
+            assert distributed_lock("committed").try_acquire() is None
+            move_clock(31)
+            distributed_lock("committed").acquire(timeout=0).release()

@@ -1,0 +1,626 @@
+"""``transaction_lock``: the database holds the key until a transaction ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from threading import Event
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import (
+    NotSupportedError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
+from django.http import HttpRequest, HttpResponse
+from django.test import RequestFactory
+from django.utils.decorators import method_decorator
+from django.views import View
+
+from dblocks import LockError, LockTimeout, distributed_lock, transaction_lock
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.factories import AccountFactory, stored
+from tests.fixtures import OtherThread
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.web import Site
+
+
+@pytest.fixture(autouse=True)
+def database(request: pytest.FixtureRequest) -> None:
+    """Use the database as in production, but for a test that is a TestCase's."""
+    if request.node.get_closest_marker("django_db") is None:
+        request.getfixturevalue("committed")
+
+
+DATABASE = "dblocks.backends.database.DatabaseBackend"
+Threads = Callable[[], OtherThread]
+
+
+def in_block(key: str, **options: Any) -> Any:
+    """Take the key in the with form; return the row."""
+    with transaction_lock(key, **options) as row:
+        return row
+
+
+def in_function(key: str, **options: Any) -> Any:
+    """Take the key in the decorator form; return something true."""
+
+    @transaction_lock(key, **options)
+    def function() -> str:
+        assert connection.in_atomic_block
+        return "ran"
+
+    return function()
+
+
+FORMS = pytest.mark.parametrize("form", [in_block, in_function])
+
+
+@pytest.fixture
+def pinned(key: str, other: OtherThread) -> Iterator[Event]:
+    """Another thread's transaction has the key; set the event to end it."""
+    has_it, leave = Event(), Event()
+
+    def hold() -> None:
+        with transaction_lock(key, nowait=True):
+            has_it.set()
+            assert leave.wait(DEADLINE)
+
+    holding = other.start(hold)
+    eventually(lambda: has_it.is_set() or holding.done(), what="the other's row")
+    yield leave
+    leave.set()
+    holding.result(timeout=DEADLINE)
+
+
+# A free key
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"timeout": 0},
+        {"timeout": 0.5},
+        {"timeout": timedelta(seconds=1)},
+        {"timeout": None},
+        {"nowait": True},
+        {"skip_locked": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("known", [True, False], ids=["known key", "new key"])
+def test_free_key(key: str, form: Any, options: Any, known: bool) -> None:
+    """A free key is granted at once in every form, made if need be."""
+    if known:
+        distributed_lock(key).acquire(timeout=0).release()
+    with takes(at_most=SLACK):
+        assert form(key, **options)
+    assert not connection.in_atomic_block
+
+
+def test_row(key: str) -> None:
+    """The block gets the row of the key."""
+    with transaction_lock(key) as row:
+        assert isinstance(row, DistributedLock)
+        assert row.key == key
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError], ids=["commit", "rollback"])
+def test_its_own_transaction(key: str, error: type[Exception] | None) -> None:
+    """Without a transaction it opens one, which ends with the block."""
+    try:
+        with transaction_lock(key):
+            assert connection.in_atomic_block
+            AccountFactory(name="mine")
+            if error is not None:
+                raise error
+    except ZeroDivisionError:
+        pass
+    assert not connection.in_atomic_block
+    assert Account.objects.filter(name="mine").exists() is (error is None)
+
+
+@FORMS
+@pytest.mark.usefixtures("two_writers")
+def test_callers_transaction(key: str, form: Any, other: OtherThread) -> None:
+    """In a transaction it joins that, and holds until its end."""
+    with transaction.atomic():
+        assert form(key)
+        AccountFactory(name="mine")
+        assert connection.in_atomic_block
+        with takes(at_most=SLACK):
+            assert other.do(distributed_lock(key).try_acquire) is None
+        assert not other.do(Account.objects.filter(name="mine").exists)
+    assert other.do(in_function, key, nowait=True) == "ran"
+
+
+def test_used_again(key: str, threads: Threads, readers_beside_a_writer: None) -> None:
+    """One object serves again and again, and several threads at once."""
+    account = AccountFactory()
+    lock = transaction_lock(key, timeout=DEADLINE)
+
+    def add() -> None:
+        for _ in range(5):
+            with lock:
+                balance = Account.objects.get(pk=account.pk).balance
+                Account.objects.filter(pk=account.pk).update(balance=balance + 1)
+
+    adding = [threads().start(add) for _ in range(2)]
+    for one in adding:
+        one.result(timeout=DEADLINE)
+    account.refresh_from_db()
+    assert account.balance == 10
+
+
+@pytest.mark.parametrize("method", [False, True], ids=["function", "method"])
+def test_templates(key: str, method: bool) -> None:
+    """The key is built from the call's arguments."""
+
+    @transaction_lock(key + ":{product_id}", timeout=0)
+    def sell(product_id: int) -> int:
+        return product_id
+
+    class Shop:
+        @transaction_lock(lambda self, product_id: f"{key}:{product_id}", timeout=0)
+        def sell(self, product_id: int) -> int:
+            return product_id
+
+    call = Shop().sell if method else sell
+    with hold_elsewhere(f"{key}:7"):
+        with pytest.raises(LockTimeout) as caught:
+            call(7)
+        assert call(8) == 8
+    assert caught.value.key == f"{key}:7"
+
+
+# A key that is leased
+
+
+@pytest.mark.parametrize(
+    ("form", "timeout"),
+    [(in_block, 0.3), (in_function, timedelta(seconds=0.6))],
+    ids=["number", "timedelta"],
+)
+def test_wait_for_a_lease(key: str, form: Any, timeout: Any) -> None:
+    """The wait ends on time, to a fraction of a second."""
+    seconds = getattr(timeout, "total_seconds", lambda: timeout)()
+    with (
+        hold_elsewhere(key, note="why", lease=20),
+        takes(seconds - 0.05, seconds + SLACK),
+        pytest.raises(LockTimeout) as caught,
+    ):
+        form(key, timeout=timeout)
+    error = caught.value
+    assert (error.key, error.note, error.timeout) == (key, "why", seconds)
+    assert error.holder
+    assert 15 < error.retry_after <= 20
+
+
+def test_timeout_of_the_settings(key: str, settings: Any) -> None:
+    """Without timeout= the setting's is waited for."""
+    settings.DBLOCKS = {"default": {"TIMEOUT": 0.3}}
+    with hold_elsewhere(key), takes(0.25, 0.3 + SLACK), pytest.raises(LockTimeout):
+        in_block(key)
+
+
+@FORMS
+def test_nowait(key: str, form: Any) -> None:
+    """nowait=True raises at once."""
+    with hold_elsewhere(key), takes(at_most=SLACK), pytest.raises(LockTimeout):
+        form(key, nowait=True)
+
+
+@FORMS
+def test_skip_locked(key: str, form: Any) -> None:
+    """skip_locked=True yields None, or skips the function, at once."""
+    with hold_elsewhere(key), takes(at_most=SLACK):
+        assert form(key, skip_locked=True) is None
+
+
+@FORMS
+def test_lease_that_ends(key: str, form: Any, other: OtherThread) -> None:
+    """A lease that runs out while waiting lets the transaction in."""
+    lease = other.do(distributed_lock(key, lease=0.5, renew=False).acquire)
+    with takes(at_most=0.5 + SLACK):
+        assert form(key, timeout=DEADLINE)
+    assert not lease.held
+
+
+@FORMS
+@pytest.mark.parametrize("how", [{"timeout": 0.3}, {"nowait": True}], ids=str)
+def test_transaction_stays_usable(key: str, form: Any, how: Any) -> None:
+    """After a wait that ran out the caller's transaction goes on and commits."""
+    with hold_elsewhere(key), transaction.atomic():
+        before = AccountFactory(name="before")
+        with pytest.raises(LockTimeout):
+            form(key, **how)
+        Account.objects.filter(pk=before.pk).update(balance=1)
+        AccountFactory(name="after")
+    assert Account.objects.filter(name="before", balance=1).exists()
+    assert Account.objects.filter(name="after").exists()
+
+
+def test_leased_row_is_left_alone(key: str) -> None:
+    """A refusal changes nothing about the lease."""
+    with hold_elsewhere(key) as lease:
+        version = stored(key).version
+        assert in_block(key, skip_locked=True) is None
+        assert stored(key).version == version
+        lease.renew()
+        assert lease.held
+
+
+# A key that another transaction has
+
+
+@pytest.fixture
+def old_snapshots() -> None:
+    """Apply the test only where a transaction can't lock what it can't see."""
+    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
+    if connection.vendor != "postgresql" or isolation != 3:
+        pytest.skip("about PostgreSQL at REPEATABLE READ")
+
+
+@pytest.mark.usefixtures("two_writers")
+class TestPinned:
+    """Both forms against a row that another transaction has locked."""
+
+    @pytest.mark.parametrize(("form", "timeout"), [(in_block, 0.6), (in_function, 0.3)])
+    def test_timeout(self, pinned: Event, key: str, form: Any, timeout: float) -> None:
+        """A wait ends on time, to a fraction of a second."""
+        with takes(timeout - 0.05, timeout + SLACK), pytest.raises(LockTimeout) as it:
+            form(key, timeout=timeout)
+        assert it.value.timeout == timeout
+
+    @FORMS
+    def test_nowait(self, pinned: Event, key: str, form: Any) -> None:
+        """nowait=True raises at once."""
+        with takes(at_most=SLACK), pytest.raises(LockTimeout):
+            form(key, nowait=True)
+
+    @FORMS
+    def test_skip_locked(self, pinned: Event, key: str, form: Any) -> None:
+        """skip_locked=True passes over it at once."""
+        with takes(at_most=SLACK):
+            assert form(key, skip_locked=True) is None
+
+    @FORMS
+    def test_commit_lets_in(
+        self, pinned: Event, key: str, form: Any, threads: Threads
+    ) -> None:
+        """The end of the other transaction lets the waiting one in."""
+        waiting = threads().start(form, key, timeout=DEADLINE)
+        always(lambda: not waiting.done(), during=0.3, what="waiting")
+        pinned.set()
+        assert waiting.result(timeout=DEADLINE)
+
+    @pytest.mark.parametrize("how", [{"timeout": 0.3}, {"nowait": True}], ids=str)
+    def test_transaction_stays_usable(self, pinned: Event, key: str, how: Any) -> None:
+        """After a wait that ran out the caller's transaction goes on and commits."""
+        with transaction.atomic():
+            before = AccountFactory(name="before")
+            with pytest.raises(LockTimeout):
+                in_block(key, **how)
+            Account.objects.filter(pk=before.pk).update(balance=1)
+        assert Account.objects.filter(name="before", balance=1).exists()
+
+    def test_try_for_a_lease(self, pinned: Event, key: str) -> None:
+        """A try for a lease on it answers within a second."""
+        with takes(at_most=1):
+            assert distributed_lock(key).try_acquire() is None
+
+    def test_wait_for_a_lease(self, pinned: Event, key: str, threads: Threads) -> None:
+        """A lease is granted when the transaction has ended."""
+        waiting = threads().start(distributed_lock(key).acquire, timeout=DEADLINE)
+        always(lambda: not waiting.done(), during=0.3, what="waiting")
+        pinned.set()
+        assert waiting.result(timeout=DEADLINE).release() is True
+
+    def test_locked(self, pinned: Event, key: str) -> None:
+        """locked() answers at once, without having seen the transaction."""
+        with takes(at_most=SLACK):
+            assert distributed_lock(key).locked() is False
+
+    @pytest.mark.usefixtures("old_snapshots")
+    def test_key_behind_the_snapshot(self, key: str) -> None:
+        """A row that a snapshot can't see is an error, never a silent pass."""
+        for options in ({"timeout": 1}, {"nowait": True}, {"skip_locked": True}):
+            with transaction.atomic():
+                assert Account.objects.count() == 0
+                with pytest.raises(OperationalError):
+                    in_block(f"{key}{options}", **options)
+
+
+@pytest.mark.usefixtures("old_snapshots")
+@pytest.mark.parametrize("options", [{"timeout": 5}, {"nowait": True}], ids=str)
+def test_data_behind_the_snapshot(key: str, other: OtherThread, options: Any) -> None:
+    """After another's turn a transaction that has read before is refused the row."""
+    in_block(key)
+    with transaction.atomic():
+        assert Account.objects.count() == 0
+        other.do(in_block, key)
+        with pytest.raises(OperationalError):
+            in_block(key, **options)
+
+
+def test_lease_in_a_row_lock_on_sqlite(key: str, other: OtherThread) -> None:
+    """On SQLite a lease waits for the transaction that has the write lock."""
+    if connection.vendor != "sqlite" or connection.is_in_memory_db():
+        pytest.skip("about a file of SQLite")
+    has_it, leave = Event(), Event()
+
+    def hold() -> None:
+        with transaction_lock(key):
+            has_it.set()
+            assert leave.wait(DEADLINE)
+
+    holding = other.start(hold)
+    eventually(has_it.is_set, what="the write lock")
+    try:
+        for form in (in_block, in_function):
+            with takes(0.25, 0.3 + SLACK), pytest.raises(LockTimeout):
+                form(key, timeout=0.3)
+            with takes(at_most=SLACK), pytest.raises(LockTimeout):
+                form(key, nowait=True)
+            with takes(at_most=SLACK):
+                assert form(key, skip_locked=True) is None
+    finally:
+        leave.set()
+    holding.result(timeout=DEADLINE)
+    assert distributed_lock(key).acquire(timeout=1).release()
+
+
+def test_sqlite_takes_the_whole_database(key: str, other: OtherThread) -> None:
+    """On SQLite another key's transaction is in the way too: there is one writer."""
+    if connection.vendor != "sqlite" or connection.is_in_memory_db():
+        pytest.skip("about a file of SQLite")
+    with transaction_lock(key), pytest.raises(LockTimeout):
+        other.do(in_block, key + "!", nowait=True)
+
+
+# Nesting
+
+
+@pytest.mark.parametrize("inner", [in_block, in_function])
+def test_inside_a_lease(key: str, inner: Any) -> None:
+    """Inside its owner's lease it would wait for itself: an error at once."""
+    with (
+        distributed_lock(key),
+        takes(at_most=SLACK),
+        pytest.raises(LockError) as caught,
+    ):
+        inner(key, timeout=DEADLINE)
+    assert not isinstance(caught.value, LockTimeout)
+    assert "same owner" in str(caught.value)
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("opened", [True, False], ids=["in a transaction", "without"])
+def test_lease_inside(key: str, opened: bool) -> None:
+    """A lease inside would wait for its own transaction: an error at once."""
+
+    def take() -> None:
+        with (
+            transaction_lock(key),
+            takes(at_most=SLACK),
+            pytest.raises(LockError) as caught,
+        ):
+            distributed_lock(key).acquire(timeout=DEADLINE)
+        assert not isinstance(caught.value, LockTimeout)
+
+    if opened:
+        with transaction.atomic():
+            take()
+    else:
+        take()
+    assert distributed_lock(key).acquire(timeout=0).release()
+
+
+def test_inside_itself(key: str) -> None:
+    """One form inside itself is the same transaction's lock."""
+    with transaction_lock(key), transaction_lock(key, nowait=True) as row:
+        assert row is not None
+    assert in_block(key, nowait=True)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_other_key_inside(key: str) -> None:
+    """Leases on other keys inside are nobody's business."""
+    with transaction_lock(key), distributed_lock(key + "!") as lease:
+        assert lease.held
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"nowait": True, "timeout": 1}, ValueError, ["nowait", "timeout"]),
+        ({"nowait": True, "timeout": 0}, ValueError, ["nowait", "timeout"]),
+        ({"nowait": True, "timeout": None}, ValueError, ["nowait", "timeout"]),
+        ({"skip_locked": True, "timeout": 1}, ValueError, ["skip_locked", "timeout"]),
+        ({"skip_locked": True, "timeout": None}, ValueError, ["timeout"]),
+        ({"nowait": True, "skip_locked": True}, ValueError, ["nowait", "skip_locked"]),
+        ({"nowait": "yes"}, TypeError, ["nowait", "'yes'"]),
+        ({"skip_locked": 1}, TypeError, ["skip_locked", "1"]),
+        ({"timeout": "3"}, TypeError, ["timeout", "'3'"]),
+        ({"timeout": -1}, ValueError, ["timeout", "-1"]),
+        ({"timeout": float("nan")}, ValueError, ["timeout", "nan"]),
+        ({"timeout": float("inf")}, ValueError, ["timeout", "inf"]),
+        ({"backend": 5}, TypeError, ["backend", "5"]),
+        ({"lease": 5}, TypeError, ["lease"]),
+    ],
+    ids=str,
+)
+def test_bad_options(options: Any, error: Any, words: list[str]) -> None:
+    """Options that don't fit are refused when the lock is made."""
+    with pytest.raises(error) as caught:
+        transaction_lock("k", **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+async def acoroutine() -> None:
+    """Do nothing."""
+
+
+class AsyncCall:
+    """An object whose call is a coroutine."""
+
+    async def __call__(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [acoroutine, partial(acoroutine), staticmethod(acoroutine), AsyncCall()],
+    ids=["function", "partial", "static method", "object"],
+)
+def test_async_function(function: Any) -> None:
+    """Django has no async transactions: a coroutine function is a TypeError."""
+    with pytest.raises(TypeError, match="async"):
+        transaction_lock("k")(function)
+
+
+def test_async_class(site: Site, key: str) -> None:
+    """So is an async class-based view, whose dispatch looks like a function."""
+
+    @method_decorator(transaction_lock(key), name="dispatch")
+    class Async(View):
+        async def get(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse()
+
+    for response in (
+        site.serve(Async.as_view()).get("/"),
+        async_to_sync(site.aserve(Async.as_view()).get)("/"),
+    ):
+        assert response.exc_info[0] is TypeError
+        assert "async" in str(response.exc_info[1])
+
+
+def test_in_an_event_loop(key: str) -> None:
+    """The sync form inside a running event loop is refused; in a thread it works."""
+
+    async def directly() -> Any:
+        return in_block(key)
+
+    async def in_a_thread() -> Any:
+        await asyncio.sleep(0)
+        return await sync_to_async(in_block)(key)
+
+    with pytest.raises(SynchronousOnlyOperation):
+        async_to_sync(directly)()
+    assert async_to_sync(in_a_thread)()
+
+
+@FORMS
+def test_backend_without_rows(key: str, settings: Any, form: Any) -> None:
+    """A backend that has no rows can't: NotSupportedError."""
+    settings.DBLOCKS = {"memory": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}}
+    with pytest.raises(NotSupportedError, match="memory"):
+        form(key, backend="memory")
+
+
+@FORMS
+@pytest.mark.parametrize("opened", [True, False], ids=["in a transaction", "without"])
+def test_locks_in_another_database(
+    key: str, settings: Any, form: Any, opened: bool
+) -> None:
+    """A row in another database says nothing about this transaction."""
+    if "locks" not in connections.settings:
+        pytest.skip("LOCKS_DATABASE_URL names no second database")
+    settings.DBLOCKS = {"apart": {"BACKEND": DATABASE, "OPTIONS": {"using": "locks"}}}
+    if opened:
+        with transaction.atomic(), pytest.raises(NotSupportedError, match="locks"):
+            form(key, backend="apart")
+    else:
+        with pytest.raises(NotSupportedError, match="locks"):
+            form(key, backend="apart")
+
+
+def test_transaction_on_the_locks_database(key: str, settings: Any) -> None:
+    """In a transaction of the locks' own database it works there."""
+    if "locks" not in connections.settings:
+        pytest.skip("LOCKS_DATABASE_URL names no second database")
+    settings.DBLOCKS = {"apart": {"BACKEND": DATABASE, "OPTIONS": {"using": "locks"}}}
+    with (
+        transaction.atomic(using="locks"),
+        transaction_lock(key, backend="apart") as row,
+    ):
+        assert row is not None
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {DistributedLock._meta.db_table}")
+
+
+def test_callable_key_in_a_block() -> None:
+    """Without a call there are no arguments: TypeError."""
+    with pytest.raises(TypeError, match="callable"), transaction_lock(lambda: "k"):
+        pass
+
+
+def test_skipped_view(key: str) -> None:
+    """A view has to answer: skip_locked is refused, free key or not."""
+
+    @transaction_lock(key, skip_locked=True)
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse()
+
+    with pytest.raises(TypeError, match="skip_locked"):
+        view(RequestFactory().get("/"))
+
+
+# SQLite
+
+
+def test_after_reading_on_sqlite(key: str, other: OtherThread) -> None:
+    """In a transaction that has read already, SQLite's own error passes at once."""
+    if connection.vendor != "sqlite" or connection.is_in_memory_db():
+        pytest.skip("about a file of SQLite")
+    mode = connection.transaction_mode
+    connection.transaction_mode = "DEFERRED"
+    try:
+        with transaction.atomic():
+            assert Account.objects.count() == 0
+            other.do(AccountFactory)
+            with takes(at_most=SLACK), pytest.raises(OperationalError, match="locked"):
+                in_block(key, timeout=DEADLINE)
+    finally:
+        connection.transaction_mode = mode
+
+
+def test_busy_timeout_is_left_as_found(key: str) -> None:
+    """SQLite's own patience is the same afterwards."""
+    if connection.vendor != "sqlite":
+        pytest.skip("about SQLite")
+
+    def patience() -> Any:
+        with connection.cursor() as cursor:
+            return cursor.execute("PRAGMA busy_timeout").fetchone()
+
+    before = patience()
+    with hold_elsewhere(key), pytest.raises(LockTimeout):
+        in_block(key, timeout=0.1)
+    in_block(key, timeout=0.1)
+    assert patience() == before
+
+
+@pytest.mark.django_db
+def test_in_a_test_case(key: str) -> None:
+    """In the wrapping transaction of Django's TestCase both forms work."""
+    assert in_block(key)
+    assert in_function(key, nowait=True) == "ran"
+    with hold_elsewhere(key), pytest.raises(LockTimeout):
+        in_block(key, nowait=True)
+    assert distributed_lock(key).acquire(timeout=0).release()

@@ -1,0 +1,797 @@
+"""Decorated views: what a locked out visitor gets, and who counts as a view."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.contrib.auth.decorators import login_required
+from django.db import connection
+from django.http import FileResponse, HttpRequest, HttpResponse, StreamingHttpResponse
+from django.template.response import TemplateResponse
+from django.test import RequestFactory
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.cache import never_cache
+from django.views.decorators.csrf import csrf_exempt
+from rest_framework.decorators import api_view
+from rest_framework.response import Response
+from rest_framework.views import APIView
+from rest_framework.viewsets import ViewSet
+
+from dblocks import Lease, LockTimeout, current_lease, distributed_lock
+from dblocks import transaction_lock as row_lock
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.fixtures import OtherThread
+from tests.web import Site, use_template
+
+NOTE = "a note that is nobody's business"
+MIDDLEWARE = "dblocks.middleware.LockTimeoutMiddleware"
+
+pytestmark = pytest.mark.usefixtures("committed")
+
+
+@pytest.fixture
+def elsewhere(key: str) -> Iterator[Lease]:
+    """Somebody else holds the test's key, for 20.5 seconds unless it is renewed."""
+    with hold_elsewhere(key, lease=20.5, note=NOTE) as lease:
+        yield lease
+
+
+@pytest.fixture
+def lock(key: str) -> Callable[..., Any]:
+    """Make locks on the test's key that don't wait."""
+
+    def make(**options: Any) -> Any:
+        return distributed_lock(key, **{"timeout": 0, **options})
+
+    return make
+
+
+def inside(request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+    """Answer if the view's code runs under a lock of either form."""
+    check_locked()
+    return HttpResponse("inside")
+
+
+def check_locked() -> None:
+    if not connection.in_atomic_block:
+        current_lease().check()
+
+
+async def ainside(request: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+    """Do the same, some time later."""
+    await asyncio.sleep(0)
+    return inside(request)
+
+
+# The answer
+
+
+def test_locked(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """A locked out visitor gets 423 and is told when to come again."""
+    response = site.serve(lock()(inside)).get("/")
+    assert response.status_code == 423
+    assert response.reason_phrase == "Locked"
+    assert 15 <= int(response["Retry-After"]) <= 21
+    assert "no-store" in response["Cache-Control"]
+
+
+def test_not_locked(site: Site, lock: Any) -> None:
+    """With the key free the view answers, and the key is free afterwards."""
+    response = site.serve(lock()(inside)).get("/")
+    assert (response.status_code, response.content) == (200, b"inside")
+    assert not lock().locked()
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [None, "text/plain", "text/html", "application/json", "*/*"],
+    ids=["nothing", "text", "html", "json", "anything"],
+)
+@pytest.mark.parametrize("template", [True, False], ids=["template", "no template"])
+def test_discreet(
+    site: Site,
+    settings: Any,
+    lock: Any,
+    elsewhere: Lease,
+    key: str,
+    accept: str | None,
+    template: bool,
+) -> None:
+    """The answer names neither the key nor the holder nor the note."""
+    if template:
+        use_template(settings, "<h1>Busy</h1>")
+    headers = {"accept": accept} if accept else {}
+    response = site.serve(lock()(inside)).get("/", headers=headers)
+    assert response.status_code == 423
+    whole = response.content.decode() + repr(response.headers)
+    row = DistributedLock.objects.get(pk=key)
+    assert row.holder
+    for secret in (key, row.holder, row.owner, NOTE):
+        assert secret not in whole
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (None, "text/plain"),
+        ("*/*", "text/plain"),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/plain"),
+        ("application/json", "application/json"),
+        ("application/json, text/plain, */*", "application/json"),
+        ("text/html;q=0.5, application/json", "application/json"),
+        ("application/json;q=0.2, text/html", "text/plain"),
+        ("image/png", "text/plain"),
+    ],
+    ids=str,
+)
+def test_kind_of_answer(
+    site: Site, lock: Any, elsewhere: Lease, accept: str | None, kind: str
+) -> None:
+    """Plain text, or JSON where the request prefers that."""
+    headers = {"accept": accept} if accept else {}
+    response = site.serve(lock()(inside)).get("/", headers=headers)
+    assert response.status_code == 423
+    assert response["Content-Type"].partition(";")[0] == kind
+    if kind == "application/json":
+        body = response.json()
+        assert body["retry_after"] == int(response["Retry-After"])
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [("text/html", "text/html"), ("application/json", "application/json")],
+)
+def test_template(
+    site: Site, settings: Any, lock: Any, elsewhere: Lease, accept: str, kind: str
+) -> None:
+    """The project's 423.html is used, but for a request that prefers JSON."""
+    use_template(settings, "<p>Again in {{ retry_after }} at {{ request.path }}</p>")
+    response = site.serve(lock()(inside)).get("/", headers={"accept": accept})
+    assert response.status_code == 423
+    assert response["Content-Type"].partition(";")[0] == kind
+    if kind == "text/html":
+        expected = f"<p>Again in {response['Retry-After']} at /</p>"
+        assert response.content.decode() == expected
+
+
+@pytest.mark.parametrize("lease", [0.4, 1.2], ids=["less than a second", "more"])
+def test_whole_seconds(site: Site, lock: Any, key: str, lease: float) -> None:
+    """Retry-After is rounded up to whole seconds, at least one."""
+    client = site.serve(lock()(inside))
+    with hold_elsewhere(key, lease=lease):
+        response = client.get("/")
+    assert response["Retry-After"] == {0.4: "1", 1.2: "2"}[lease]
+
+
+def test_cooling(site: Site, lock: Any, other: OtherThread) -> None:
+    """A key that is cooling is locked until its time is over."""
+    other.do(lock(hold_at_least=30).acquire).release()
+    response = site.serve(lock()(inside)).get("/")
+    assert response.status_code == 423
+    assert 25 <= int(response["Retry-After"]) <= 30
+
+
+def test_key_of_the_url(site: Site, key: str) -> None:
+    """The key is built from the URL: another order is not locked."""
+    view = distributed_lock(key + ":{order_id}", timeout=0)(inside_an_order)
+    client = site.serve(view)
+    with hold_elsewhere(f"{key}:5"):
+        assert client.get("/order/5/").status_code == 423
+        assert client.get("/order/6/").status_code == 200
+
+
+def inside_an_order(request: HttpRequest, order_id: str) -> HttpResponse:
+    """A view of one order."""
+    return inside(request)
+
+
+# Kinds of views
+
+
+class Plain(View):
+    """A class-based view without a lock."""
+
+    def get(self, request: HttpRequest, order_id: str = "0") -> HttpResponse:
+        return inside(request)
+
+
+class Async(View):
+    """A class-based view of coroutine functions."""
+
+    async def get(self, request: HttpRequest, order_id: str = "0") -> HttpResponse:
+        return await ainside(request)
+
+
+def on_class(base: Any, *decorators: Any) -> Any:
+    """Decorate ``dispatch`` of a new class from outside."""
+    new = type("OnClass", (base,), {})
+    return method_decorator(list(decorators), name="dispatch")(new).as_view()
+
+
+def on_dispatch(base: Any, lock: Any) -> Any:
+    """Decorate a ``dispatch`` of the class's own."""
+
+    class OnDispatch(base):  # type: ignore[misc]
+        @method_decorator(lock)
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            return super().dispatch(*args, **kwargs)
+
+    return OnDispatch.as_view()
+
+
+def on_method(base: Any, lock: Any) -> Any:
+    """Decorate one method from outside."""
+    new = type("OnMethod", (base,), {"get": base.get})
+    return method_decorator(lock, name="get")(new).as_view()
+
+
+def directly(base: Any, lock: Any) -> Any:
+    """Decorate one method as the function that it is."""
+    return type("Directly", (base,), {"get": lock(base.get)}).as_view()
+
+
+class Rest(APIView):
+    """REST framework's class-based view."""
+
+    def get(self, request: Any, order_id: str = "0") -> Response:
+        check_locked()
+        return Response({"is": "inside"})
+
+
+def rest(request: Any, order_id: str = "0") -> Response:
+    """A view function for REST framework."""
+    check_locked()
+    return Response({"is": "inside"})
+
+
+class Orders(ViewSet):
+    """Views that one class has several of."""
+
+    def list(self, request: Any, order_id: str = "0") -> Response:
+        return Response({"is": "inside"})
+
+
+def hide(view: Any) -> Any:
+    """A decorator that doesn't use functools.wraps."""
+
+    def inner(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        return view(request, *args, **kwargs)
+
+    return inner
+
+
+class Owner:
+    """Not a view, but with views for methods, like Django's admin."""
+
+    def page(self, request: HttpRequest, order_id: str = "0") -> HttpResponse:
+        return inside(request)
+
+
+def callable_object(lock: Any) -> Any:
+    """Return an object that is a view, like Django's feeds."""
+    return type("Feed", (Owner,), {"__call__": lock(Owner.page)})()
+
+
+def bound_method(lock: Any) -> Any:
+    """Return a view that is a method of an object."""
+    return type("Locked", (Owner,), {"page": lock(Owner.page)})().page
+
+
+def bound_through_method_decorator(lock: Any) -> Any:
+    """Return the same, decorated in Django's way."""
+    return type("Locked", (Owner,), {"page": method_decorator(lock)(Owner.page)})().page
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "function": lambda lock: lock(inside),
+    "below csrf_exempt": lambda lock: csrf_exempt(lock(inside)),
+    "above csrf_exempt": lambda lock: lock(csrf_exempt(inside)),
+    "below login_required": lambda lock: login_required(lock(inside)),
+    "above login_required": lambda lock: lock(login_required(inside)),
+    "below never_cache": lambda lock: never_cache(lock(inside)),
+    "above never_cache": lambda lock: lock(never_cache(inside)),
+    "between": lambda lock: csrf_exempt(lock(never_cache(inside))),
+    "partial": lambda lock: partial(lock(inside), extra=1),
+    "object": callable_object,
+    "bound method": bound_method,
+    "bound method, method_decorator": bound_through_method_decorator,
+    "class, dispatch by name": lambda lock: on_class(Plain, lock),
+    "class, own dispatch": lambda lock: on_dispatch(Plain, lock),
+    "class, one method": lambda lock: on_method(Plain, lock),
+    "class, directly": lambda lock: directly(Plain, lock),
+    "class, above never_cache": lambda lock: on_class(Plain, lock, never_cache),
+    "class, below never_cache": lambda lock: on_class(Plain, never_cache, lock),
+    "class, above as_view": lambda lock: lock(Plain.as_view()),
+    "class, above a decorated one's as_view": lambda lock: lock(
+        on_class(Plain, never_cache)
+    ),
+    "REST function, below": lambda lock: api_view(["GET"])(lock(rest)),
+    "REST function, above": lambda lock: lock(api_view(["GET"])(rest)),
+    "REST class, dispatch": lambda lock: on_class(Rest, lock),
+    "REST class, one method": lambda lock: on_method(Rest, lock),
+    "REST class, directly": lambda lock: directly(Rest, lock),
+    "REST set": lambda lock: type(
+        "Locked", (Orders,), {"list": lock(Orders.list)}
+    ).as_view({"get": "list"}),
+}
+ASYNC_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "async function": lambda lock: lock(ainside),
+    "async function, below csrf_exempt": lambda lock: csrf_exempt(lock(ainside)),
+    "async function, above csrf_exempt": lambda lock: lock(csrf_exempt(ainside)),
+    "async function, below never_cache": lambda lock: never_cache(lock(ainside)),
+    "async function, above never_cache": lambda lock: lock(never_cache(ainside)),
+    "async function, below login_required": lambda lock: login_required(lock(ainside)),
+    "async class, dispatch by name": lambda lock: on_class(Async, lock),
+    "async class, own dispatch": lambda lock: on_dispatch(Async, lock),
+    "async class, one method": lambda lock: on_method(Async, lock),
+    "async class, directly": lambda lock: directly(Async, lock),
+    "async class, above csrf_exempt": lambda lock: on_class(Async, lock, csrf_exempt),
+    "async class, below csrf_exempt": lambda lock: on_class(Async, csrf_exempt, lock),
+    "async class, above as_view": lambda lock: lock(Async.as_view()),
+}
+ALL_VIEWS = pytest.mark.parametrize(
+    "make", [*VIEWS.values(), *ASYNC_VIEWS.values()], ids=[*VIEWS, *ASYNC_VIEWS]
+)
+MAIN_KINDS = {
+    name: make
+    for name, make in (VIEWS | ASYNC_VIEWS).items()
+    if name
+    in {
+        "function",
+        "class, dispatch by name",
+        "class, directly",
+        "REST function, below",
+        "REST class, dispatch",
+        "async function",
+        "async class, dispatch by name",
+        "async class, directly",
+    }
+}
+MAIN_VIEWS = pytest.mark.parametrize("make", MAIN_KINDS.values(), ids=MAIN_KINDS)
+MAIN_ASYNC_VIEWS = pytest.mark.parametrize(
+    "make",
+    [make for name, make in MAIN_KINDS.items() if name in ASYNC_VIEWS],
+    ids=[name for name in MAIN_KINDS if name in ASYNC_VIEWS],
+)
+
+
+@pytest.fixture(params=["WSGI", "ASGI"])
+def ask(request: pytest.FixtureRequest, site: Site, settings: Any) -> Any:
+    """Ask a view for its page on a sync or an async stack, signed in."""
+    settings.MIDDLEWARE = ["tests.web.signed_in"]
+
+    def get(view: Any, url: str = "/", **headers: str) -> Any:
+        if request.param == "WSGI":
+            return site.serve(view).get(url, headers=headers)
+        return async_to_sync(site.aserve(view).get)(url, headers=headers)
+
+    return get
+
+
+@ALL_VIEWS
+def test_every_kind_of_view(ask: Any, lock: Any, make: Any, key: str) -> None:
+    """Each kind of view runs under its lock, answers 423 when that is taken."""
+    view = make(lock())
+    with hold_elsewhere(key):
+        assert ask(view, accept="application/json").status_code == 423
+    response = ask(view, accept="application/json")
+    assert response.status_code == 200, response.content
+    assert b"inside" in response.content
+    assert not lock().locked()
+
+
+TEMPLATED = {
+    name: VIEWS[name]
+    for name in [
+        "above csrf_exempt",
+        "class, above never_cache",
+        "class, below never_cache",
+        "class, above as_view",
+        "class, above a decorated one's as_view",
+        "REST function, above",
+        "REST function, below",
+        "REST class, dispatch",
+    ]
+} | {
+    name: ASYNC_VIEWS[name]
+    for name in ["async class, dispatch by name", "async class, above as_view"]
+}
+
+
+@pytest.mark.parametrize("make", TEMPLATED.values(), ids=TEMPLATED)
+def test_template_of_every_kind(ask: Any, key: str, make: Any) -> None:
+    """A key's template finds what the URL captured, through other decorators too."""
+    template = key + ":{order_id}"
+    view = make(distributed_lock(template, timeout=0))
+    with hold_elsewhere(f"{key}:5"):
+        found = [
+            ask(view, f"/order/{number}/", accept="application/json").status_code
+            for number in (5, 6)
+        ]
+    assert found == [423, 200]
+
+
+def test_request_in_a_template(ask: Any, key: str) -> None:
+    """A field may look into the request."""
+    view = distributed_lock(key + ":{request.user.pk}", timeout=0)(anybody)
+    with hold_elsewhere(f"{key}:7"):
+        assert ask(view).status_code == 423
+    assert ask(view).status_code == 200
+
+
+def anybody(request: HttpRequest) -> HttpResponse:
+    """A view function."""
+    return HttpResponse()
+
+
+def test_exceptions_pass(site: Site, lock: Any) -> None:
+    """A view's own error is a 500, and the key is free afterwards."""
+
+    def broken(request: HttpRequest) -> HttpResponse:
+        raise ZeroDivisionError
+
+    response = site.serve(lock()(broken)).get("/")
+    assert response.status_code == 500
+    assert response.exc_info[0] is ZeroDivisionError
+    assert not lock().locked()
+
+
+@MAIN_VIEWS
+def test_lease_lost(site: Site, lock: Any, key: str, make: Any, settings: Any) -> None:
+    """A lease that was lost in the view is an error like any other: 500."""
+    settings.MIDDLEWARE = ["tests.web.signed_in", MIDDLEWARE]
+
+    def lose(**said: Any) -> None:
+        DistributedLock.objects.force_release(key)
+        said["lease"].on_lost(lambda lease: None)
+
+    from dblocks.signals import lock_acquired
+
+    lock_acquired.connect(lose)
+    try:
+        view = make(distributed_lock(key, renew=False))
+        response = site.serve(view).get("/", headers={"accept": "application/json"})
+    finally:
+        lock_acquired.disconnect(lose)
+    assert response.status_code == 500
+    assert response.exc_info[0].__name__ == "LeaseLost"
+
+
+# on_locked
+
+
+def test_raise(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """on_locked="raise" lets the LockTimeout out of the view."""
+    response = site.serve(lock(on_locked="raise")(inside)).get("/")
+    assert response.status_code == 500
+    assert response.exc_info[0] is LockTimeout
+
+
+def apologise(error: LockTimeout, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer instead of the view."""
+    return HttpResponse(f"sorry, {error.retry_after > 0}", status=409)
+
+
+async def aapologise(error: LockTimeout, request: Any, *a: Any, **kw: Any) -> Any:
+    """Do the same, some time later."""
+    await asyncio.sleep(0)
+    return apologise(error, request)
+
+
+@MAIN_VIEWS
+def test_callable(ask: Any, lock: Any, make: Any, elsewhere: Lease) -> None:
+    """A callable's answer is the view's."""
+    response = ask(make(lock(on_locked=apologise)), accept="application/json")
+    assert (response.status_code, response.content) == (409, b"sorry, True")
+
+
+@MAIN_ASYNC_VIEWS
+def test_async_callable(ask: Any, lock: Any, make: Any, elsewhere: Lease) -> None:
+    """An async view's callable may be async."""
+    response = ask(make(lock(on_locked=aapologise)))
+    assert (response.status_code, response.content) == (409, b"sorry, True")
+
+
+@MAIN_VIEWS
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "free"])
+def test_skip_is_refused(ask: Any, lock: Any, make: Any, key: str, taken: bool) -> None:
+    """A view must answer, so it can't be skipped: a TypeError, whether taken or not."""
+    view = make(lock(on_locked="skip"))
+    if taken:
+        with hold_elsewhere(key):
+            response = ask(view, accept="application/json")
+    else:
+        response = ask(view, accept="application/json")
+    assert response.status_code == 500
+    assert response.exc_info[0] is TypeError
+    assert "skip" in str(response.exc_info[1])
+
+
+# Who is a view
+
+
+def helped(helper: Any) -> Any:
+    """Return a view that calls a function with its request."""
+
+    def view(request: HttpRequest, **kwargs: Any) -> HttpResponse:
+        helper(request)
+        return HttpResponse("done")
+
+    return view
+
+
+HELPERS: dict[str, Callable[[Any], Any]] = {
+    "function": lambda lock: lock(inside),
+    "class": lambda lock: on_class(Plain, lock),
+    "above as_view": lambda lock: lock(on_class(Plain, never_cache)),
+    "api_view": lambda lock: lock(api_view(["GET"])(rest)),
+    "method": bound_method,
+}
+
+
+@pytest.mark.parametrize("make", HELPERS.values(), ids=HELPERS)
+def test_view_as_a_helper(site: Site, lock: Any, make: Any, elsewhere: Lease) -> None:
+    """A view that another view calls raises: a 423 must not pass for success."""
+    response = site.serve(helped(make(lock()))).get("/")
+    assert response.status_code == 500
+    assert response.exc_info[0] is LockTimeout
+
+
+def test_class_as_a_helper_of_a_class(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """So does a class-based view that another one calls."""
+    helper = on_class(Plain, lock())
+
+    class Outer(View):
+        @method_decorator(never_cache)
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            return super().dispatch(*args, **kwargs)
+
+        def get(self, request: HttpRequest) -> HttpResponse:
+            helper(request)
+            return HttpResponse("done")
+
+    response = site.serve(Outer.as_view()).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
+def test_class_of_the_same_base_as_a_helper(
+    site: Site, lock: Any, elsewhere: Lease
+) -> None:
+    """Nor is a view taken for another one that shares its dispatch."""
+    base: Any = type(
+        "Base", (Plain,), {"dispatch": method_decorator(never_cache)(View.dispatch)}
+    )
+    helper = lock()(base.as_view())
+
+    class Outer(base):  # type: ignore[misc]
+        def get(self, request: HttpRequest) -> HttpResponse:
+            helper(request)
+            return HttpResponse("done")
+
+    response = site.serve(Outer.as_view()).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
+def test_skipped_helper(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """A helper may be skipped, though it gets a request."""
+    helper = lock(on_locked="skip")(inside)
+    assert site.serve(helped(helper)).get("/").content == b"done"
+
+
+def test_no_resolver_match(lock: Any, elsewhere: Lease) -> None:
+    """A request that no URL has been found for is a view's (as RequestFactory's)."""
+    response = lock()(inside)(RequestFactory().get("/"))
+    assert response.status_code == 423
+
+
+def charge(amount: int, request: HttpRequest) -> HttpResponse:
+    """A function whose first argument isn't a request."""
+    return inside(request)
+
+
+def test_request_in_second_place(lock: Any, elsewhere: Lease) -> None:
+    """A function that gets a request after something else is no view."""
+    with pytest.raises(LockTimeout):
+        lock()(charge)(5, RequestFactory().get("/"))
+
+
+def test_request_by_name(lock: Any, elsewhere: Lease) -> None:
+    """Nor is one that gets it by name, as Django never calls a view."""
+    with pytest.raises(LockTimeout):
+        lock()(inside)(request=RequestFactory().get("/"))
+
+
+def test_no_request(lock: Any, elsewhere: Lease) -> None:
+    """Without a request a call is no view's."""
+    with pytest.raises(LockTimeout):
+        lock()(inside)(None)
+
+
+def test_hidden_view(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """Below a decorator that hides the view it can't be told from a helper."""
+    response = site.serve(hide(lock()(inside))).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
+def test_view_that_calls_itself(site: Site, lock: Any) -> None:
+    """A view may call itself: its own lock is no obstacle."""
+
+    @lock()
+    def view(request: HttpRequest, depth: int = 2) -> HttpResponse:
+        return view(request, depth - 1) if depth else inside(request)
+
+    assert site.serve(view).get("/").content == b"inside"
+
+
+# The middleware
+
+
+@pytest.mark.parametrize("kind", ["function", "class", "async", "REST"])
+def test_middleware(
+    ask: Any, settings: Any, lock: Any, elsewhere: Lease, kind: str, key: str
+) -> None:
+    """A LockTimeout that escapes any view is answered like a decorated view's."""
+    settings.MIDDLEWARE = ["tests.web.signed_in", MIDDLEWARE]
+
+    def function(request: HttpRequest) -> HttpResponse:
+        with lock():
+            raise AssertionError
+
+    async def afunction(request: HttpRequest) -> HttpResponse:
+        async with lock():
+            raise AssertionError
+
+    class ByClass(View):
+        def get(self, request: HttpRequest) -> HttpResponse:
+            return function(request)
+
+    view = {
+        "function": function,
+        "class": ByClass.as_view(),
+        "async": afunction,
+        "REST": api_view(["GET"])(function),
+    }[kind]
+    response = ask(view, accept="application/json")
+    assert response.status_code == 423
+    assert 15 <= int(response["Retry-After"]) <= 21
+    assert key not in response.content.decode()
+
+
+def test_middleware_and_other_errors(site: Site, settings: Any) -> None:
+    """Other errors pass the middleware."""
+    settings.MIDDLEWARE = [MIDDLEWARE]
+
+    def broken(request: HttpRequest) -> HttpResponse:
+        raise ZeroDivisionError
+
+    assert site.serve(broken).get("/").exc_info[0] is ZeroDivisionError
+
+
+@MAIN_ASYNC_VIEWS
+def test_template_that_asks_the_database(
+    ask: Any, settings: Any, lock: Any, make: Any, elsewhere: Lease
+) -> None:
+    """An async view's 423.html may need the database, as a base template does."""
+    settings.MIDDLEWARE = ["tests.web.lazily_signed_in"]
+    use_template(settings, "{{ user.real }} has to wait")
+    response = ask(make(lock()))
+    assert (response.status_code, response.content) == (423, b"0 has to wait")
+
+
+# Work after the view
+
+
+def streaming(request: HttpRequest) -> Any:
+    """Answer little by little."""
+    return StreamingHttpResponse(iter(["a", "b"]))
+
+
+def file(request: HttpRequest) -> Any:
+    """Answer with a file."""
+    return FileResponse(open(__file__, "rb"))
+
+
+def unrendered(request: HttpRequest) -> Any:
+    """Answer with what is rendered later."""
+    return TemplateResponse(request, "423.html", {})
+
+
+def rendered(request: HttpRequest) -> Any:
+    """Answer with what has been rendered."""
+    return unrendered(request).render()
+
+
+async def astreaming(request: HttpRequest) -> Any:
+    """Answer little by little, asynchronously."""
+    return streaming(request)
+
+
+LATE = [streaming, file, unrendered, astreaming]
+
+
+def warned_by(site: Site, view: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        response = site.serve(view).get("/", headers={"accept": "application/json"})
+        assert response.status_code == 200, response.exc_info
+        response.close()
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize("view", LATE)
+def test_late_work_in_debug_mode(
+    site: Site, settings: Any, lock: Any, view: Any
+) -> None:
+    """In debug mode a response whose work comes after the release is warned about."""
+    settings.DEBUG = True
+    use_template(settings, "page")
+    (message,) = warned_by(site, lock()(view))
+    assert view.__name__ in message
+    assert "released" in message
+
+
+@pytest.mark.parametrize("view", LATE)
+def test_late_work_in_production(
+    site: Site, settings: Any, lock: Any, view: Any
+) -> None:
+    """Otherwise nothing is said."""
+    use_template(settings, "page")
+    assert warned_by(site, lock()(view)) == []
+
+
+QUIET: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda lock: lock(inside),
+    "rendered": lambda lock: lock(rendered),
+    "REST": lambda lock: lock(api_view(["GET"])(rest)),
+    "REST below": lambda lock: api_view(["GET"])(lock(rest)),
+}
+
+
+@pytest.mark.parametrize("make", QUIET.values(), ids=QUIET)
+def test_no_late_work(site: Site, settings: Any, lock: Any, make: Any) -> None:
+    """A response that is complete when the view returns is no cause for a warning."""
+    settings.DEBUG = True
+    use_template(settings, "page")
+    assert warned_by(site, make(lock())) == []
+
+
+# The pessimistic form
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+def test_row_lock(ask: Any, key: str, make: Any) -> None:
+    """A view with a transaction_lock answers 423 in the same way."""
+    view = make(row_lock(key, timeout=0))
+    with hold_elsewhere(key):
+        response = ask(view, accept="application/json")
+        assert response.status_code == 423
+        assert int(response["Retry-After"]) >= 1
+    response = ask(view, accept="application/json")
+    assert response.status_code == 200, response.content
+    assert b"inside" in response.content
+
+
+def test_row_lock_as_a_helper(site: Site, key: str, elsewhere: Lease) -> None:
+    """A view with a transaction_lock that another view calls raises."""
+    response = site.serve(helped(row_lock(key, timeout=0)(inside))).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make for name, make in MAIN_KINDS.items() if name in VIEWS],
+    ids=[name for name in MAIN_KINDS if name in VIEWS],
+)
+def test_row_lock_skipped(ask: Any, key: str, make: Any) -> None:
+    """A view must answer, so skip_locked is refused there."""
+    response = ask(make(row_lock(key, skip_locked=True)), accept="application/json")
+    assert response.exc_info[0] is TypeError
+    assert "skip_locked" in str(response.exc_info[1])
