@@ -1,0 +1,1 @@
+"""Fault injection: that locks hold while processes, networks and servers fail."""

@@ -1,0 +1,94 @@
+"""What fault tests start from: a crew of processes, counts, a seed, figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+
+from tests.faults.crew import Crew
+from tests.faults.proxy import Proxy
+from tests.faults.scale import SEED
+from tests.fixtures import in_memory
+
+
+@pytest.fixture(scope="session")
+def nursery(django_db_setup: None) -> Iterator[Crew]:
+    """Keep the forking process between tests; starting it costs a second of Django."""
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def crew(committed: None, request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Run programs of ``tests.faults.worker`` in processes that see the database."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+    crew: Crew = request.getfixturevalue("nursery")
+    yield crew
+    crew.forget()
+
+
+@pytest.fixture
+def server(committed: None) -> str:
+    """Apply the test only to databases that have a server."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has neither a server nor a network")
+    return str(connection.vendor)
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Collect what a run measured; ``python -m tests.faults`` prints it."""
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    yield found
+    path = os.environ.get("DBLOCKS_FAULTS_FIGURES")
+    if path:
+        row = {
+            "test": request.node.name,
+            "engine": connection.vendor,
+            "seconds": round(time.monotonic() - began, 1),
+            "figures": found,
+        }
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[Proxy]:
+    """Stand a proxy before the database's server."""
+    with Proxy(int(connection.settings_dict["PORT"]), seed=SEED) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def distant(proxy: Proxy, settings: Any) -> Iterator[Callable[..., str]]:
+    """Make a backend whose database is reached through the proxy."""
+
+    def make(**options: Any) -> str:
+        config = dict(connections.settings["default"])
+        config |= {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
+        config["OPTIONS"] = {**config["OPTIONS"], **options}
+        connections.settings["distant"] = config
+        path = "dblocks.backends.database.DatabaseBackend"
+        settings.DBLOCKS = {
+            "default": {"BACKEND": path},
+            "distant": {"BACKEND": path, "OPTIONS": {"using": "distant"}},
+        }
+        return "distant"
+
+    yield make
+    proxy.swallow = False
+    with suppress(AttributeError, KeyError):
+        connections["distant"].close()
+        del connections["distant"]
+    connections.settings.pop("distant", None)

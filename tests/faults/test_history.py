@@ -1,0 +1,160 @@
+"""The checker of histories refuses bad ones and passes good ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.faults.history import Event, check, lost_updates, report
+
+
+def event(
+    what: str, token: int, before: float, after: float, who: str = "a", **more: Any
+) -> Event:
+    return Event(what, more.pop("key", "k"), token, before, after, who, **more)
+
+
+def kinds(*events: Event, **options: Any) -> list[str]:
+    return [fault.kind for fault in check(events, **options)]
+
+
+def test_good_history() -> None:
+    """Grants one after another, with growing tokens, are fine."""
+    assert not kinds(
+        event("grant", 1, 0, 1),
+        event("held", 1, 1.5, 1.5),
+        event("release", 1, 2, 3),
+        event("grant", 2, 0.5, 2.5, "b"),
+        event("write", 2, 3, 3.5, "b"),
+        event("release", 2, 4, 5, "b"),
+    )
+
+
+def test_keys_are_apart() -> None:
+    """Another key may be held meanwhile, with the same tokens."""
+    assert not kinds(
+        event("grant", 1, 0, 1),
+        event("release", 1, 9, 10),
+        event("grant", 1, 2, 3, "b", key="other"),
+        event("release", 1, 4, 5, "b", key="other"),
+    )
+
+
+@pytest.mark.parametrize("last", ["held", "release", "write"])
+def test_overlap(last: str) -> None:
+    """Two that certainly held at one moment."""
+    assert kinds(
+        event("grant", 1, 0, 1),
+        event(last, 1, 5, 6),
+        event("grant", 2, 2, 3, "b"),
+        event("release", 2, 7, 8, "b"),
+    ) == ["overlap"]
+
+
+def test_overlap_with_a_long_one() -> None:
+    """A short one in between doesn't hide the long one from the third."""
+    assert kinds(
+        event("grant", 1, 0, 1),
+        event("release", 1, 20, 21),
+        event("grant", 2, 2, 3, "b"),
+        event("release", 2, 4, 5, "b"),
+        event("grant", 3, 6, 7, "c"),
+        event("release", 3, 8, 9, "c"),
+    ) == ["overlap", "overlap"]
+
+
+def test_overlap_of_one_process() -> None:
+    """One process overlaps with itself as well."""
+    assert kinds(
+        event("grant", 1, 0, 1),
+        event("release", 1, 5, 6),
+        event("grant", 2, 2, 3),
+        event("release", 2, 7, 8),
+    ) == ["overlap"]
+
+
+def test_what_may_have_been_in_order() -> None:
+    """A grant that may have happened after the release, is taken to have."""
+    assert not kinds(
+        event("grant", 1, 0, 1),
+        event("release", 1, 2, 9),
+        event("grant", 2, 1, 3, "b"),
+        event("release", 2, 8, 10, "b"),
+    )
+
+
+def test_repeated_token() -> None:
+    """No token twice, in whichever process."""
+    assert "repeated token" in kinds(
+        event("grant", 1, 0, 1), event("grant", 1, 2, 3, "b")
+    )
+
+
+def test_token_that_goes_back() -> None:
+    """Who asks later, gets more."""
+    assert kinds(event("grant", 7, 0, 1), event("grant", 6, 2, 3, "b")) == [
+        "token went back"
+    ]
+
+
+def test_token_behind_an_older_one() -> None:
+    """The greatest of all that returned before counts, not the last."""
+    assert kinds(
+        event("grant", 9, 0, 1),
+        event("grant", 8, 0.5, 1.5, "b"),
+        event("grant", 10, 0.7, 8, "c"),
+        event("grant", 9, 2, 3, "d", key="other"),
+        event("grant", 5, 4, 5, "e"),
+    ) == ["token went back"]
+
+
+def test_tokens_of_concurrent_grants() -> None:
+    """Grants that were asked for at one time may come in any order."""
+    assert not kinds(event("grant", 7, 0, 3), event("grant", 6, 1, 2, "b"))
+
+
+def test_late_loss() -> None:
+    """A loss has to be known by its deadline."""
+    loss = event("loss", 1, 0, 2, deadline=1.0)
+    assert kinds(loss) == ["late loss"]
+    assert not kinds(loss, late=1.5)
+
+
+def test_lost_updates() -> None:
+    """Each acknowledged write counts one, neither more nor less."""
+    writes = [event("write", n, n, n + 0.5) for n in range(3)]
+    assert not lost_updates(writes, {"k": 3})
+    for final in ({"k": 2}, {"k": 4}, {}, {"k": 3, "other": 1}):
+        assert [fault.kind for fault in lost_updates(writes, final)] == ["lost update"]
+
+
+def test_unknown_event() -> None:
+    """A misspelt event isn't passed over in silence."""
+    with pytest.raises(ValueError, match="what='grnat'"):
+        event("grnat", 1, 0, 1)
+
+
+def test_report() -> None:
+    """A report has the seed and the events, of the first twenty."""
+    faults = check([event("grant", 1, n, n + 0.5) for n in range(3)])
+    text = report(faults * 25, seed=77)
+    assert "seed 77" in text
+    assert "repeated token" in text
+    assert "… and 5 more" in text
+
+
+def test_shuffled_history_with_one_fault() -> None:
+    """In a long history, in any order, the one fault is found."""
+    chance = random.Random(5)
+    events = []
+    for number in range(500):
+        events.append(event("grant", number, number, number + 0.1, f"p{number % 7}"))
+        events.append(
+            event("release", number, number + 0.5, number + 0.6, f"p{number % 7}")
+        )
+    chance.shuffle(events)
+    assert not check(events)
+    events.append(event("held", 250, 251.3, 251.3, f"p{250 % 7}"))
+    assert [fault.kind for fault in check(events)] == ["overlap"]

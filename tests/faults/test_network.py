@@ -1,0 +1,224 @@
+"""Real clients and a real server, with a network between them that fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+
+from dblocks import distributed_lock
+from tests.factories import stored
+from tests.faults.crew import Crew
+from tests.faults.history import check, report
+from tests.faults.proxy import Proxy
+from tests.faults.scale import FULL, SEED, counts
+from tests.timing import DEADLINE, eventually
+
+pytestmark = [
+    pytest.mark.usefixtures("committed", "server"),
+    pytest.mark.database_backend,
+]
+
+Figures = dict[str, Any]
+Distant = Callable[..., str]
+
+LATE = 0.05 if FULL else 0.75
+
+
+def sessions() -> list[int]:
+    """Return the ids of the other sessions in this database."""
+    query = {
+        "mysql": "SELECT id FROM information_schema.processlist"
+        " WHERE db = DATABASE() AND id <> CONNECTION_ID()",
+        "postgresql": "SELECT pid FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        " AND backend_type = 'client backend'",
+    }[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        return [number for (number,) in cursor.fetchall()]
+
+
+def end_session(number: int) -> None:
+    """Have the server end one session; it may be gone already."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT pg_terminate_backend(%s)", [number])
+            return
+        cursor.execute(
+            f"BEGIN NOT ATOMIC DECLARE CONTINUE HANDLER FOR 1094 BEGIN END;"
+            f" KILL {int(number)}; END"
+        )
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["new key", "old key"])
+def test_lost_reply_to_an_acquire(
+    proxy: Proxy, distant: Distant, key: str, first: bool, figures: Figures
+) -> None:
+    """F3: the retry finds its own grant and returns it; no ghost stays."""
+    backend = distant()
+    for number in range(counts(3, 200)):
+        name = f"{key}:{number}"
+        if not first:
+            distributed_lock(name).acquire(timeout=0).release()
+        proxy.after = b"INSERT" if first else b"UPDATE"
+        connections["distant"].ensure_connection()
+        proxy.lose_replies = 1
+        lease = distributed_lock(name, backend=backend, lease=60).acquire(timeout=2)
+        assert proxy.lost == number + 1
+        row = stored(name)
+        assert (row.version, row.owner, row.hold_count) == (
+            lease.fencing_token,
+            lease.owner,
+            1,
+        )
+        assert row.version == (1 if first else 2) or row.version > 2
+        assert distributed_lock(name).try_acquire() is None
+        assert lease.release()
+        assert not distributed_lock(name).locked()
+        connections["distant"].close()
+    figures["replies lost"] = proxy.lost
+
+
+def test_lost_reply_to_a_release(
+    proxy: Proxy, distant: Distant, key: str, figures: Figures
+) -> None:
+    """The release is repeated, and known to have been carried out."""
+    backend = distant()
+    for number in range(counts(2, 100)):
+        lease = distributed_lock(key, backend=backend, lease=60).acquire(timeout=2)
+        proxy.after, proxy.lose_replies = b"UPDATE", 1
+        assert lease.release() is True
+        assert proxy.lost == number + 1
+        assert not distributed_lock(key).locked()
+        connections["distant"].close()
+    figures["replies lost"] = proxy.lost
+
+
+def test_black_hole_for_ever(
+    proxy: Proxy, distant: Distant, key: str, figures: Figures
+) -> None:
+    """F10: the loss is known by the deadline while the socket hangs; others go on."""
+    backend, length, lates = distant(), 1.2, []
+    for number in range(counts(2, 50)):
+        name = f"{key}:{number}"
+        proxy.swallow = False
+        lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
+        lost: list[float] = []
+        told = threading.Event()
+
+        def on_lost(
+            lease: Any, lost: list[float] = lost, told: threading.Event = told
+        ) -> None:
+            lost.append(time.monotonic())
+            told.set()
+
+        lease.on_lost(on_lost)
+        end = stored(name).expires_at
+        eventually(lambda name=name, end=end: stored(name).expires_at > end)
+        proxy.swallow = True
+        # Nothing extends it any more; what was under way has arrived after this.
+        time.sleep(0.05)
+        deadline = time.monotonic() + lease.remaining()
+        with distributed_lock(name).acquire(timeout=DEADLINE) as next_one:
+            granted = time.monotonic()
+            held = lease.held
+            assert told.wait(DEADLINE)
+            assert next_one.fencing_token > lease.fencing_token
+        assert not held
+        assert granted > deadline
+        lates.append(lost[0] - deadline)
+        proxy.reset_all()
+        proxy.swallow = False
+        connections["distant"].close()
+    figures |= {"holes": len(lates), "late, worst (ms)": round(1000 * max(lates))}
+    assert max(lates) <= LATE
+
+
+def test_short_black_hole(
+    proxy: Proxy, distant: Distant, key: str, figures: Figures
+) -> None:
+    """F10: half a lease without a network is no loss."""
+    backend, length = distant(), 3.0
+    for number in range(counts(1, 20)):
+        name = f"{key}:{number}"
+        lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
+        end = stored(name).expires_at
+        proxy.swallow = True
+        opened = time.monotonic() + 0.5 * length
+        eventually(lambda opened=opened: time.monotonic() >= opened)
+        proxy.swallow = False
+        eventually(lambda name=name, end=end: stored(name).expires_at > end)
+        assert lease.held
+        assert lease.release()
+    figures["holes"] = counts(1, 20)
+
+
+def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -> None:
+    """F9: holders renew and contenders go on over sessions that the server ends."""
+    chance = random.Random(SEED)
+    start = time.monotonic() + 0.5
+    until = start + counts(3.0, 150.0)
+    holders = crew.fork_all(
+        "hold",
+        [{"key": f"{key}:{n}", "until": until, "lease": 3.0} for n in range(3)],
+    )
+    contenders = crew.fork_all(
+        "contend",
+        [
+            {
+                "keys": [f"{key}:contended"],
+                "start": start,
+                "until": until,
+                "seed": SEED + n,
+                "timeout": 1.0,
+            }
+            for n in range(3)
+        ],
+    )
+    for contender in contenders:
+        contender.expect("grant")
+    killed, wanted = 0, counts(12, 500)
+    while killed < wanted and time.monotonic() < until:
+        if open_ones := sessions():
+            end_session(chance.choice(open_ones))
+            killed += 1
+        crew.take_in(wait=chance.uniform(0.0, 0.3))
+    crew.finish([*holders, *contenders], within=counts(30.0, 240.0))
+    lost = [told for told in crew.told() if told["event"] == "lost"]
+    figures |= {"sessions killed": killed, "leases lost": len(lost)}
+    assert killed
+    assert not lost
+    faults = check(crew.history())
+    assert not faults, report(faults, SEED)
+    eventually(lambda: not sessions(), what="the end of all sessions")
+
+
+def test_slow_network_that_resets(
+    proxy: Proxy, crew: Crew, key: str, figures: Figures
+) -> None:
+    """F11: latency and resets are no loss while a lease is long enough."""
+    length = counts(5.0, 10.0)
+    proxy.delay = (0.1, 0.3) if FULL else (0.05, 0.1)
+    crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
+    until = time.monotonic() + counts(6.0, 120.0)
+    holders = crew.fork_all(
+        "hold",
+        [
+            {"key": f"{key}:{n}", "until": until, "lease": length, "timeout": 5}
+            for n in range(counts(3, 10))
+        ],
+    )
+    for holder in holders:
+        holder.expect("grant", within=30)
+    # Of each piece; to connect takes some twenty.
+    proxy.resets = 0.005
+    crew.until(lambda: all(h.ended for h in holders), counts(40.0, 200.0), "the end")
+    lost = [told for told in crew.told() if told["event"] == "lost"]
+    figures |= {"leases": len(holders), "resets": proxy.reset, "lost": len(lost)}
+    assert not lost

@@ -1,0 +1,263 @@
+"""Processes killed, stopped, forked and interrupted while they hold or wait."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from dblocks import distributed_lock
+from dblocks.models import DistributedLock
+from tests.factories import AccountFactory, stored
+from tests.faults.crew import Crew, Member
+from tests.faults.history import check, lost_updates, report
+from tests.faults.scale import FULL, SEED, counts
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, eventually, takes
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+Figures = dict[str, Any]
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
+    """F1: the next waiter has the key soon after the lease's end, and not before."""
+    lease, delays = 1.0, []
+    for batch in range(counts(1, 20)):
+        keys = [f"{key}:{batch}:{number}" for number in range(counts(4, 10))]
+        until = time.monotonic() + 60
+        holders = crew.fork_all(
+            "hold", [{"key": name, "until": until, "lease": lease} for name in keys]
+        )
+        tokens = [holder.expect("grant")["token"] for holder in holders]
+        waiters = crew.fork_all("wait", [{"key": k, "timeout": 20} for k in keys])
+        ends = {}
+        for name, holder, token in zip(keys, holders, tokens, strict=True):
+            holder.kill()
+            row = stored(name)
+            if row.version == token:
+                ends[name] = row.expires_at
+        crew.finish(waiters)
+        for name, token, waiter in zip(keys, tokens, waiters, strict=True):
+            assert waiter.expect("grant")["token"] > token
+            if name in ends:
+                delays.append((stored(name).acquired_at - ends[name]).total_seconds())
+    assert delays
+    assert min(delays) >= 0
+    figures |= {
+        "killed": len(delays),
+        "after the lease, p99 (ms)": round(1000 * p99(delays)),
+    }
+    assert p99(delays) <= 0.1 + (0.25 if FULL else SLACK)
+
+
+def test_killed_waiters(crew: Crew, key: str, figures: Figures) -> None:
+    """F2: a waiter killed in the queue leaves nothing; the others are served."""
+    delays = []
+    for round_ in range(counts(2, 100)):
+        name = f"{key}:{round_}"
+        with distributed_lock(name).acquire(timeout=0):
+            waiters = crew.fork_all("wait", [{"key": name, "timeout": 20}] * 3)
+            born = time.monotonic()
+            # Any of them may be the first of the queue, or not be there yet.
+            crew.until(lambda born=born: time.monotonic() > born + 0.2)
+            waiters[round_ % 3].kill()
+        released = time.monotonic()
+        rest = [waiter for waiter in waiters if not waiter.ended]
+        crew.finish(rest)
+        delays.append(min(w.expect("grant")["after"] for w in rest) - released)
+        assert not distributed_lock(name).locked()
+    figures |= {
+        "killed": len(delays),
+        "hand-off, worst (ms)": round(1000 * max(delays)),
+    }
+    assert max(delays) < 1 + SLACK
+    assert not check(crew.history())
+
+
+class Nemesis:
+    """Stops processes just when they have read and not yet written."""
+
+    def __init__(self, crew: Crew, members: list[Member], lease: float) -> None:
+        self._crew = crew
+        self._by_who = {member.who: member for member in members}
+        self._lease = lease
+        self._chance = random.Random(SEED)
+        self._stopped: dict[int, float] = {}
+        self.pauses = 0
+
+    def pause(self, number: int, lengths: list[float], within: float) -> None:
+        """Stop processes so many times, each for a number of leases."""
+        until = time.monotonic() + within
+        while (self.pauses < number or self._stopped) and time.monotonic() < until:
+            for told in self._crew.take_in(wait=0.02):
+                if told["event"] != "inside" or self.pauses >= number:
+                    continue
+                busy = {self._by_who[who].told[0]["key"] for who in self._stopped}
+                if told["key"] not in busy and told["who"] not in self._stopped:
+                    self._by_who[told["who"]].stop()
+                    length = self._lease * self._chance.choice(lengths)
+                    self._stopped[told["who"]] = time.monotonic() + length
+                    self.pauses += 1
+            for who, end in list(self._stopped.items()):
+                if time.monotonic() >= end:
+                    self._by_who[who].resume()
+                    del self._stopped[who]
+        for who in self._stopped:
+            self._by_who[who].resume()
+        for member in self._by_who.values():
+            if not member.ended:
+                os.kill(member.pid, signal.SIGTERM)
+        self._crew.finish(self._by_who.values(), within=4 * DEADLINE)
+
+
+def pause_updaters(
+    crew: Crew, key: str, mode: str, pauses: int, figures: Figures
+) -> tuple[int, int]:
+    """Stop processes that update balances; return acknowledged and final sums."""
+    lease, lengths = 0.5, [1.5, 3.0] if not FULL else [1.5, 1.5, 3.0, 3.0, 10.0]
+    accounts = [AccountFactory() for _ in range(counts(2, 5))]
+    table = [
+        {
+            "key": f"{key}:{account.pk}",
+            "account": account.pk,
+            "mode": mode,
+            "until": time.monotonic() + counts(60.0, 3600.0),
+            "seed": SEED + number,
+            "window": 0.05,
+            "lease": lease,
+            "timeout": 1.0,
+        }
+        for account in accounts
+        for number in range(2)
+    ]
+    members = crew.fork_all("update", table)
+    crew.until(lambda: all(member.told[1:] for member in members))
+    for member in members:
+        member.told[0]["key"] = table[members.index(member)]["key"]
+    nemesis = Nemesis(crew, members, lease)
+    nemesis.pause(pauses, lengths, within=counts(30.0, 3000.0))
+    history = crew.history()
+    final = {
+        f"{key}:{account.pk}": Account.objects.get(pk=account.pk).balance
+        for account in accounts
+    }
+    acknowledged = sum(event.what == "write" for event in history)
+    figures |= {
+        "mode": mode,
+        "pauses": nemesis.pauses,
+        "acknowledged": acknowledged,
+        "final": sum(final.values()),
+        "lost": acknowledged - sum(final.values()),
+        "refused": sum(
+            told["event"] == "refused" and "reason" in told for told in crew.told()
+        ),
+    }
+    assert nemesis.pauses
+    if mode in {"guard", "atomic"}:
+        faults = check(history) + lost_updates(history, final)
+        assert not faults, report(faults, SEED)
+    return acknowledged, sum(final.values())
+
+
+def test_stopped_holders_are_refused(crew: Crew, key: str, figures: Figures) -> None:
+    """F4: paused past its lease, a guarded holder writes nothing; nothing is lost."""
+    pause_updaters(crew, key, "guard", counts(4, 1000), figures)
+    assert figures["refused"]
+
+
+def test_stopped_in_the_transaction(
+    server: str, crew: Crew, key: str, figures: Figures
+) -> None:
+    """F5: stopped inside atomic=True: nothing is lost."""
+    pause_updaters(crew, key, "atomic", counts(3, 500), figures)
+
+
+@pytest.mark.parametrize("mode", ["plain", "checked"] if FULL else ["plain"])
+def test_negative_control(crew: Crew, key: str, mode: str, figures: Figures) -> None:
+    """The same experiment without the guard does lose updates: it can fail.
+
+    Asking the lease before the write narrows the gap and doesn't close it; that one
+    is counted and not asserted.
+    """
+    acknowledged, final = pause_updaters(crew, key, mode, counts(4, 200), figures)
+    if mode == "plain":
+        assert acknowledged > final
+
+
+def test_stopped_between_guard_and_commit(
+    server: str, crew: Crew, key: str, figures: Figures
+) -> None:
+    """F5: nobody takes the key over, everybody's timeout is kept, the commit counts."""
+    account, lease = AccountFactory(), 0.6
+    holder = crew.fork(
+        "guarded_pause", key=key, account=account.pk, lease=lease, pause=0.3
+    )
+    holder.expect("born")
+    token = holder.expect("guarded")["token"]
+    holder.stop()
+    try:
+        for _ in range(2):
+            with takes(at_most=1.0 + 2 * SLACK):
+                taken = distributed_lock(key).try_acquire(timeout=1.0)
+            if holder.saw("committed") is None:
+                assert taken is None
+    finally:
+        holder.resume()
+    holder.expect("committed")
+    account.refresh_from_db()
+    assert account.balance == 1
+    with distributed_lock(key).acquire(timeout=DEADLINE) as after:
+        assert after.fencing_token > token
+
+
+def test_fork_while_holding(crew: Crew, key: str, figures: Figures) -> None:
+    """F17: in the child the lease counts as lost; the parent's goes on."""
+    lease = 2.0
+    parent = crew.fork(
+        "fork_while_holding", key=key, lease=lease, until=time.monotonic() + 1.5 * lease
+    )
+    child = parent.expect("child")
+    assert child["held"] is False
+    assert (child["reason"], child["check"]) == ("forked", "forked")
+    assert child["released"] is False
+    assert child["obtained"] is False
+    assert child["own"] is True
+    assert parent.expect("parent")["released"] is True
+    figures["forks"] = 1
+
+
+@pytest.mark.parametrize("program", ["interrupted", "cancelled"])
+def test_interrupted_anywhere(
+    crew: Crew, key: str, program: str, figures: Figures
+) -> None:
+    """F18: interrupts and cancellations leave nothing held beyond the lease."""
+    rounds, lease = counts(40, 1000), 1.0
+    member = crew.fork(program, key=key, seed=SEED, rounds=rounds, lease=lease)
+    told = member.expect("interrupted", within=counts(30.0, 300.0))
+    ended = time.monotonic()
+    rows = DistributedLock.objects.held().filter(key__startswith=key)
+    eventually(lambda: not rows.exists(), what="the end of all leases")
+    assert time.monotonic() - ended <= lease + SLACK
+    assert member.expect("threads")["names"] == []
+    crew.finish([member])
+    figures |= {"rounds": rounds, "hit": told["hits"]}
+    assert told["hits"]
+
+
+def test_holding_the_gil(crew: Crew, key: str, figures: Figures) -> None:
+    """F20: a call that lets no thread run for two leases: check() says so after it."""
+    lease = 0.5
+    member = crew.fork("hold_the_gil", key=key, lease=lease, seconds=2 * lease)
+    checked = member.expect("checked")
+    assert checked["reason"] == "expired"
+    assert checked["released"] is False
+    figures["reason"] = checked["reason"]

@@ -1,0 +1,250 @@
+"""Servers that die and come back, refuse, or live in another time zone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections
+
+from dblocks import distributed_lock
+from dblocks.models import DistributedLock, TokenFloor
+from tests import services
+from tests.factories import stored
+from tests.faults.crew import Crew
+from tests.faults.history import Event, check, report
+from tests.faults.scale import FULL, SEED, counts
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, eventually, takes
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+Figures = dict[str, Any]
+
+
+@pytest.fixture
+def private(server: str) -> Iterator[services.Server]:
+    """Start a server of the same kind whose clock shows another zone's time."""
+    kind = {"mysql": services.MariaDB, "postgresql": services.PostgreSQL}[server]
+    with kind(time_zone="+05:00") as private:
+        private.url("faults")
+        config = dict(connections.settings["default"])
+        config |= {"HOST": "127.0.0.1", "PORT": str(private.port), "NAME": "faults"}
+        config |= {"USER": {"mysql": "root", "postgresql": "postgres"}[server]}
+        connections.settings["private"] = config | {"PASSWORD": ""}
+        try:
+            with connections["private"].schema_editor() as editor:
+                for model in (DistributedLock, TokenFloor, Account):
+                    editor.create_model(model)
+            yield private
+        finally:
+            with suppress(AttributeError):
+                connections["private"].close()
+                del connections["private"]
+            del connections.settings["private"]
+
+
+def test_server_killed(
+    private: services.Server, crew: Crew, key: str, figures: Figures
+) -> None:
+    """F7, F8: over kill -9 of a server at +05:00, leases go on and tokens grow."""
+    wanted, lease = counts(1, 30), counts(20.0, 12.0)
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+    until = time.monotonic() + counts(120.0, 1200.0)
+    holders = crew.fork_all(
+        "hold",
+        [{"key": f"{key}:{n}", "until": until, "lease": lease} for n in range(3)],
+    )
+    for holder in holders:
+        holder.expect("grant")
+    contenders = crew.fork_all(
+        "contend",
+        [
+            {
+                "keys": [f"{key}:a", f"{key}:b"],
+                "until": until,
+                "seed": SEED + n,
+                "timeout": 0.5,
+                "stubborn": True,
+            }
+            for n in range(3)
+        ],
+    )
+
+    def grants() -> int:
+        crew.take_in()
+        return sum(m.saw("grant") is not None for m in contenders) and sum(
+            told["event"] == "grant" for m in contenders for told in m.told
+        )
+
+    downtimes = []
+    for _ in range(wanted):
+        before = grants()
+        crew.until(lambda before=before: grants() > before + 20, 2 * DEADLINE, "work")
+        down = time.monotonic()
+        private.kill()
+        private.start()
+        connections["private"].close()
+        downtimes.append(time.monotonic() - down)
+        before = grants()
+        crew.until(
+            lambda before=before: grants() > before + 20, 2 * DEADLINE, "work again"
+        )
+    lost = [told for told in crew.told() if told["event"] == "lost"]
+    faults = check(crew.history())
+    assert not faults, report(faults, SEED)
+    figures |= {
+        "kills": wanted,
+        "longest downtime (s)": round(max(downtimes), 1),
+        "grants": grants(),
+        "leases lost": len(lost),
+    }
+    if max(downtimes) < lease / 2:
+        assert not lost
+    connections["private"].close()
+    rows = DistributedLock.objects.using("private").held()
+    for holder in range(3):
+        row = rows.with_state().filter(key=f"{key}:{holder}").first()
+        assert lost or (row is not None and 0 < row.remaining <= lease)
+
+
+LIBRARY = "libfaketime.so.1"
+
+
+def faketime(**variables: str) -> dict[str, str]:
+    """Return the environment in which a process sees another wall clock."""
+    [library, *_] = sorted(Path("/usr/lib").glob(f"*/faketime/{LIBRARY}"))
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "FAKETIME_NO_CACHE": "1",
+        **variables,
+    }
+
+
+CLOCKS = ["a day ahead", "jumping", "a day behind"]
+
+
+@pytest.mark.parametrize("clock", CLOCKS if FULL else CLOCKS[:2])
+def test_wrong_wall_clocks(
+    server: str, crew: Crew, key: str, clock: str, tmp_path: Path, figures: Figures
+) -> None:
+    """F6, F7: a client's clock and time zone have no effect on any grant.
+
+    On SQLite the client's clock is the database's.
+    """
+    if not list(Path("/usr/lib").glob(f"*/faketime/{LIBRARY}")):
+        pytest.skip("libfaketime is not installed")
+    file = tmp_path / "faketime"
+    file.write_text("+200s\n")
+    environment = {
+        "a day ahead": faketime(FAKETIME="+1d", USE_TZ="False"),
+        "a day behind": faketime(FAKETIME="-1d", TIME_ZONE="Asia/Tokyo"),
+        "jumping": faketime(FAKETIME_TIMESTAMP_FILE=str(file)),
+    }[clock]
+    chance, over = random.Random(SEED), threading.Event()
+
+    def jump() -> None:
+        while not over.wait(0.05):
+            file.write_text(f"{chance.choice([-200, 0, 200]):+d}s\n")
+
+    jumper = threading.Thread(target=jump, daemon=True)
+    jumper.start()
+    strange = Crew(environment)
+    try:
+        holder = strange.fork(
+            "hold", key=key, until=time.monotonic() + 30, lease=20.0, renew=False
+        )
+        holder.expect("grant", within=2 * DEADLINE)
+        row = stored(key)
+        assert row.acquired_at is not None
+        assert abs((row.expires_at - row.acquired_at).total_seconds() - 20) < 0.001
+        left = DistributedLock.objects.with_state().get(pk=key).remaining
+        assert 10 < left <= 20
+        assert distributed_lock(key).try_acquire() is None
+        row = {
+            "keys": [f"{key}:a"],
+            "until": time.monotonic() + counts(DEADLINE, 60.0),
+            "rounds": counts(25, 10**6),
+            "timeout": 1.0,
+        }
+        ours = crew.fork_all("contend", [{**row, "seed": SEED + n} for n in range(2)])
+        theirs = strange.fork_all(
+            "contend", [{**row, "seed": SEED - n} for n in range(2)]
+        )
+        crew.finish(ours, within=counts(30.0, 90.0))
+        strange.finish(theirs, within=counts(30.0, 90.0))
+        history = crew.history() + [
+            Event(**{**vars(event), "process": f"strange {event.process}"})
+            for event in strange.history()
+        ]
+    finally:
+        over.set()
+        jumper.join()
+        strange.forget()
+        strange.close()
+    faults = check(history)
+    assert not faults, report(faults, SEED)
+    figures["grants"] = sum(event.what == "grant" for event in history)
+
+
+@pytest.fixture
+def crowded(server: str, settings: Any) -> Iterator[str]:
+    """Make a backend whose user has no connection left."""
+    user = f"crowded_{SEED}"
+    name = connection.settings_dict["NAME"]
+    connections.settings["crowded"] = {
+        **connections.settings["default"],
+        "USER": user,
+        "PASSWORD": "",
+    }
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {
+        "default": {"BACKEND": path},
+        "crowded": {"BACKEND": path, "OPTIONS": {"using": "crowded"}},
+    }
+    with connection.cursor() as cursor:
+        if server == "postgresql":
+            cursor.execute(f"CREATE ROLE {user} LOGIN CONNECTION LIMIT 1")
+        else:
+            cursor.execute(f"CREATE USER {user}@'%' WITH MAX_USER_CONNECTIONS 1")
+            cursor.execute(f"GRANT ALL ON `{name}`.* TO {user}@'%'")
+    taken = connections["crowded"].copy()
+    try:
+        taken.ensure_connection()
+        yield "crowded"
+    finally:
+        taken.close()
+        connections["crowded"].close()
+        del connections["crowded"]
+        del connections.settings["crowded"]
+        with connection.cursor() as cursor:
+            if server == "postgresql":
+                eventually(lambda: _dropped(cursor, f"DROP ROLE {user}"))
+            else:
+                cursor.execute(f"DROP USER {user}@'%'")
+
+
+def _dropped(cursor: Any, query: str) -> bool:
+    cursor.execute(query)
+    return True
+
+
+@pytest.mark.parametrize("timeout", [0, 0.5])
+def test_out_of_connections(
+    crowded: str, key: str, timeout: float, figures: Figures
+) -> None:
+    """F19: a clear error, in time, and never "not acquired"."""
+    with (
+        takes(at_most=timeout + 1 + 1),
+        pytest.raises(OperationalError, match=r"(?i)connections"),
+    ):
+        distributed_lock(key, backend=crowded).try_acquire(timeout)
+    figures["error"] = "OperationalError"
