@@ -2,8 +2,8 @@
 
 Each has a section in ``docs/checks.md``. Errors concern the settings alone. What
 concerns a database is a warning and tagged ``database``, so that the first ``migrate``
-isn't stopped by the table that it is about to make; only what has to be asked of the
-server waits for ``--database``.
+isn't stopped by the table that it is about to make. Without ``--database`` nothing is
+asked of a server.
 """
 
 from __future__ import annotations

@@ -54,8 +54,15 @@ class Backends:
         }
 
     def check(self, alias: str) -> None:
-        """Raise if the settings lack an alias; before there are any, let it pass."""
-        if settings.configured:
+        """Raise if the settings lack an alias.
+
+        Before there are any, and where they are wrong altogether, which is a system
+        check's to say, let it pass.
+        """
+        if not settings.configured:
+            return
+        given = getattr(settings, "DBLOCKS", None) or {}
+        if isinstance(given, Mapping) and alias not in {DEFAULT_ALIAS, *given}:
             self._config(alias)
 
     def __getitem__(self, alias: str) -> BaseBackend:

@@ -241,7 +241,9 @@ class Lock:
                 seen = found
             line.saw(seen)
             found = seen
-            gate = backend.gate(key)
+            if line.is_first(place):
+                # In the thread whose connection tells whether there may be one.
+                gate = yield Call(partial(backend.gate, key))
             delays = backend.pauses(key, alone=gate is not None)
             told = False
             while True:

@@ -757,11 +757,6 @@ def take(
         row that somebody else has. A reading that is overdue means that a
         transaction has the row locked.
     """
-    if connection.vendor == "sqlite":
-        # Its one writer may be long at work; who is refused needn't wait for it.
-        seen = read(connection, key)
-        if seen is not None and seen.remaining > 0 and seen.owner != owner:
-            return seen
     values: dict[str, object] = {
         "key": key,
         "owner": owner,

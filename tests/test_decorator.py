@@ -753,6 +753,15 @@ def test_unknown_alias(form: Any) -> None:
         form("k", backend="nowhere")(key_now)
 
 
+@pytest.mark.parametrize("setting", ["default", {"default": None}, {"default": {}}])
+def test_bad_settings_are_not_the_decorators_business(
+    settings: Any, setting: Any
+) -> None:
+    """With a bad setting modules can be imported, for the system check to tell."""
+    settings.DBLOCKS = setting
+    assert distributed_lock("k")(key_now)
+
+
 def test_decorating_before_there_are_settings() -> None:
     """Modules may be imported, their functions decorated, without settings."""
     program = (

@@ -399,6 +399,13 @@ class InsideTestCase(TestCase):
             async with distributed_lock("inside", lease=30):
                 await amove_clock(31)
 
+    async def test_waiting(self) -> None:
+        """Waiting opens no connection beside the test's."""
+        before = set(transactions._open)
+        async with hold_elsewhere("inside"):
+            assert await distributed_lock("inside").atry_acquire(timeout=0.2) is None
+            assert set(transactions._open) <= before
+
     async def test_cancelled(self) -> None:
         """A cancelled task gives its lock back on the test's connection."""
         for after in (0, 0.001, 0.003):
