@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 
 import django
@@ -17,6 +18,7 @@ hypothesis.settings.load_profile("dblocks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    heed_signals()
     config.addinivalue_line(
         "markers", "database_backend: about the table; not for the other backends"
     )
@@ -27,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
         message = "unclosed database"
         config.addinivalue_line("filterwarnings", f"ignore:{message}:ResourceWarning")
         warnings.filterwarnings("ignore", message, ResourceWarning)
+
+
+def heed_signals() -> None:
+    """Undo what a shell does to background jobs, which programs would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_report_header() -> str:
