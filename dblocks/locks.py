@@ -293,7 +293,10 @@ class Lock:
         queued: bool = False,
     ) -> Call:
         patience = max(give_up - clock.monotonic(), PATIENCE)
-        return Call(partial(self._attempt, backend, key, me, patience, started, queued))
+        at_once = give_up <= started
+        return Call(
+            partial(self._attempt, backend, key, me, patience, started, queued, at_once)
+        )
 
     def _attempt(
         self,
@@ -303,6 +306,7 @@ class Lock:
         patience: float,
         started: float,
         queued: bool,
+        at_once: bool,
     ) -> Lease | Reading:
         terms = self._terms(backend)
         if self.owner is None:
@@ -316,7 +320,7 @@ class Lock:
             lease = Lease(self, hold, me, counted=False)
         else:
             sent = clock.monotonic()
-            found = self._ask(backend, key, me, hold, terms, patience, queued)
+            found = self._ask(backend, key, me, hold, terms, patience, queued, at_once)
             if isinstance(found, Reading):
                 if hold is None:
                     return found
@@ -362,6 +366,7 @@ class Lock:
         terms: Terms,
         patience: float,
         queued: bool,
+        at_once: bool,
     ) -> Grant | Reading:
         if hold is not None:
             owner = hold.grant.owner
@@ -379,6 +384,7 @@ class Lock:
             count=None if self.owner else 1 if hold is None else hold.leases + 1,
             queued=queued,
             reenter=hold is not None or self.owner is not None,
+            at_once=at_once,
         )
         return backend.try_acquire(request, patience)
 

@@ -47,6 +47,7 @@ class Request:
         max_hold: How long after the acquisition no re-entry moves the expiry.
         queued: The caller has the key's gate; otherwise it lets those pass that queue.
         reenter: The owner may hold the key already.
+        at_once: The caller won't wait.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Request:
     count: int | None = None
     queued: bool = False
     reenter: bool = True
+    at_once: bool = False
 
 
 @dataclass(frozen=True)

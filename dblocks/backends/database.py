@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -78,8 +78,13 @@ class DatabaseBackend(BaseBackend):
 
         def take(connection: BaseDatabaseWrapper, doubtful: bool) -> Any:
             _catch_up(connection)
-            attempt = partial(
-                models.take,
+            if request.at_once and connection.vendor == "sqlite":
+                # Its one writer may be at work for long; who is refused and won't
+                # wait is told by reading.
+                seen = models.read(connection, request.key)
+                if seen and seen.remaining > 0 and seen.owner != request.owner:
+                    return seen
+            return models.take(
                 connection,
                 key=request.key,
                 owner=request.owner,
@@ -92,9 +97,6 @@ class DatabaseBackend(BaseBackend):
                 # After a lost reply the key may be ours.
                 reenter=request.reenter or doubtful,
             )
-            if connection.vendor == "sqlite" and not connection.in_atomic_block:
-                return _beside_the_writer(connection, request, attempt)
-            return attempt()
 
         transactions.warn_of_snapshot(using)
         row = transactions.run(using, take, patience=patience)
@@ -289,25 +291,6 @@ def _renew(
             if reason is not None:
                 outcome.lost[grant] = reason
     return outcome
-
-
-def _beside_the_writer(
-    connection: BaseDatabaseWrapper, request: Request, attempt: Callable[[], Any]
-) -> Any:
-    """Take a key on SQLite, whose one writer may be at work for long.
-
-    Only who may get the key waits for that; who is refused is told by reading.
-    """
-    from .. import models, row_locks
-
-    try:
-        with row_locks.busy_timeout(connection, 0):
-            return attempt()
-    except row_locks.WaitOver:
-        seen = models.read(connection, request.key)
-        if seen is not None and seen.remaining > 0 and seen.owner != request.owner:
-            return seen
-        return attempt()
 
 
 def _catch_up(connection: BaseDatabaseWrapper) -> None:
