@@ -1,8 +1,8 @@
 """Run pytest once for every database configuration, on private servers.
 
-``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Three runs go
-on at a time, which mostly wait; the output of each is shown when it ends, in full if it
-failed. A database that can't be started is an error.
+``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Two runs go
+on at a time; the output of each is shown when it ends, in full if it failed. A database
+that can't be started is an error.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "3"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 3)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS", "2"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 2)",
     )
     return parser.parse_known_args()
 

@@ -164,7 +164,7 @@ def test_site(environment: dict[str, str]) -> None:
         said = ""
         for line in process.stdout:
             said += line
-            if "Quit the server" in line:
+            if "viewer, password" in line:
                 break
         found = re.search(r"operator, password (\w+)", said)
         assert found is not None, said

@@ -320,8 +320,8 @@ def test_renewal_starts_again(
     """After the renewal has ended for want of leases, the next lease is renewed."""
     acquire(lease=0.6).release()
     eventually(lambda: not live_threads(), what="the end of the threads")
-    lease = acquire(lease=0.6)
-    always(lambda: lease.held, during=1.2, what="held")
+    lease = acquire(lease=1.5)
+    always(lambda: lease.held, during=2, what="held")
 
 
 def test_current_lease(lock: Locks, key: str, other: OtherThread) -> None:

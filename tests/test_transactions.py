@@ -328,9 +328,9 @@ class TestTakenInside:
     def test_kept_lock_is_renewed(self, lock: Locks, taken: Callable[[], bool]) -> None:
         """Between the block's end and the commit the lease is renewed."""
         with transaction.atomic():
-            with lock(lease=0.6):
+            with lock(lease=1.5):
                 AccountFactory()
-            always(taken, during=1.2, what="taken")
+            always(taken, during=2, what="taken")
         assert not taken()
 
     def test_own_connection_is_closed_at_the_end(
