@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from django.db.models import BooleanField, FloatField, Func, Subquery, Value
+from django.db.models import BooleanField, FloatField, Func, Subquery
 
 from .fields import UTCDateTimeField
 
@@ -177,14 +177,14 @@ class AnyOf(Func):
 
 
 class RowIn(Func):
-    """``RowIn([key, owner, version], rows)``: the row is one of those."""
+    """``RowIn([key, owner, version], rows)``: the row is one of those expressions."""
 
     output_field = BooleanField()
     conditional = True
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self.width = len(columns)
-        super().__init__(*columns, *(Value(value) for row in rows for value in row))
+        super().__init__(*columns, *(value for row in rows for value in row))
 
     def as_sql(  # type: ignore[override]
         self, compiler: Any, connection: Any, **context: Any

@@ -60,7 +60,8 @@ from .statements import Slot, Statement, kept, kind
 
 logger = logging.getLogger("dblocks")
 
-RENEWALS_PER_STATEMENT = 250
+_BATCH_SIZES = 1, 16, 250
+"""How many leases one statement renews; what is between takes the next larger."""
 
 _LOCK_WAIT_TIMEOUT = 1205
 
@@ -672,6 +673,62 @@ def _release(connection: BaseDatabaseWrapper) -> Statement:
 
 
 @kept
+def _renew(
+    connection: BaseDatabaseWrapper, size: int, wait: bool, overdue: bool
+) -> Statement:
+    grants = [
+        (
+            Slot(f"key{n}", _TEXT),
+            Slot(f"owner{n}", _TEXT),
+            Slot(f"version{n}", _INTEGER),
+        )
+        for n in range(size)
+    ]
+    current = Q(
+        RowIn(["key", "owner", "version"], grants), key__in=[key for key, *_ in grants]
+    )
+    if not overdue:
+        current &= ~_OVER
+    extended = {"expires_at": _extended(_LEASE, _MAX_HOLD)}
+    rows = DistributedLock._base_manager.filter(current).values("key")
+    if connection.vendor == "mysql":
+        if not wait:
+            return _renew_joined(connection, rows[:size], extended)
+        return Statement(*_update(connection, current, extended))
+    if connection.vendor == "postgresql" and not wait:
+        locking = Locking(rows, strength="NO KEY UPDATE", skip_locked=True)
+        current = Q(AnyOf("key", locking))
+    text, params = _update(connection, current, extended)
+    return Statement(f"{text}{_returning(connection, 'key')}", params)
+
+
+def _renew_joined(
+    connection: BaseDatabaseWrapper,
+    rows: models.QuerySet[Any, Any],
+    extended: dict[str, Any],
+) -> Statement:
+    """Renew on MySQL and MariaDB, where only this shape never waits for a row.
+
+    The optimizer must find the unlocked rows first and come to the others by the
+    primary key, or it locks what it passes, and the ``LIMIT`` keeps the derived table
+    from being merged, without ``SKIP LOCKED``, into the update.
+    """
+    text, params = _update(connection, Q(), extended)
+    inner, inner_params = rows.query.get_compiler(connection=connection).as_sql()
+    quote = connection.ops.quote_name
+    table, key, due = quote(DistributedLock._meta.db_table), quote("key"), quote("due")
+    by_primary = f"{table} FORCE INDEX (PRIMARY)"
+    inner = inner.replace(f"FROM {table}", f"FROM {by_primary}", 1)
+    text = text.replace(
+        f"UPDATE {table} SET",
+        f"UPDATE ({inner} FOR UPDATE SKIP LOCKED) AS {due} "
+        f"STRAIGHT_JOIN {by_primary} ON {table}.{key} = {due}.{key} SET",
+        1,
+    )
+    return Statement(text, [*inner_params, *params])
+
+
+@kept
 def _pin(connection: BaseDatabaseWrapper) -> Statement:
     if connection.vendor == "sqlite":
         # There is no row lock; the database's only write lock does as well.
@@ -860,53 +917,52 @@ def renew(
     wait: bool = False,
     overdue: bool = False,
 ) -> set[Grant]:
-    """Extend grants, a few hundred in one statement; return those that were.
+    """Extend grants, a few hundred alike in one statement; return those that were.
 
     Rows that a transaction has locked are passed over, unless told to ``wait``: one
     pinned row must not make all leases of a process lapse. Overdue ones are only
     extended if told so, by who knows that nobody else can see the row.
     """
+    alike: dict[tuple[float, float], list[Grant]] = {}
+    for renewal in renewals:
+        terms = renewal.lease, renewal.max_hold
+        alike.setdefault(terms, []).append(renewal.grant)
     renewed: set[Grant] = set()
-    for start in range(0, len(renewals), RENEWALS_PER_STATEMENT):
-        batch = renewals[start : start + RENEWALS_PER_STATEMENT]
-        renewed |= _renew_batch(connection, batch, wait=wait, overdue=overdue)
+    for (lease, max_hold), grants in alike.items():
+        values: dict[str, object] = {"lease": lease, "max_hold": max_hold}
+        for start in range(0, len(grants), _BATCH_SIZES[-1]):
+            batch = grants[start : start + _BATCH_SIZES[-1]]
+            renewed |= _renew_batch(connection, batch, values, wait, overdue)
     return renewed
 
 
 def _renew_batch(
     connection: BaseDatabaseWrapper,
-    batch: Sequence[Renewal],
-    *,
+    grants: list[Grant],
+    values: dict[str, object],
     wait: bool,
     overdue: bool,
 ) -> set[Grant]:
-    grants = [renewal.grant for renewal in batch]
-    current = Q(
-        RowIn(["key", "owner", "version"], grants),
-        key__in=[grant.key for grant in grants],
-    )
-    if not overdue:
-        current &= ~_OVER
-    extended = {
-        "expires_at": _extended(
-            _by_key({renewal.grant.key: renewal.lease for renewal in batch}),
-            _by_key({renewal.grant.key: renewal.max_hold for renewal in batch}),
-        )
-    }
-    rows = DistributedLock._base_manager.filter(current).values("key")
-    if connection.vendor == "mysql" and not wait:
-        return _renew_batch_joined(connection, batch, rows, extended, overdue)
-    if connection.vendor == "postgresql" and not wait:
-        locking = Locking(rows, strength="NO KEY UPDATE", skip_locked=True)
-        current = Q(AnyOf("key", locking))
-    text, params = _update(connection, current, extended)
-    if connection.vendor == "mysql":
-        statement = Statement(text, params)
-        return set(grants) if _affected(connection, statement, {}) else set()
-    key = connection.ops.quote_name("key")
-    with Statement(f"{text} RETURNING {key}", params).execute(connection, {}) as cursor:
-        keys = {key for (key,) in cursor.fetchall()}
-    return {grant for grant in grants if grant.key in keys}
+    size = next(size for size in _BATCH_SIZES if size >= len(grants))
+    # The last one once more in every slot that is left over.
+    for number, grant in enumerate(grants + grants[-1:] * (size - len(grants))):
+        for name, value in grant._asdict().items():
+            values[f"{name}{number}"] = value
+    statement = _renew(connection, size, wait, overdue)
+    if connection.vendor != "mysql":
+        with statement.execute(connection, values) as cursor:
+            keys = {key for (key,) in cursor.fetchall()}
+        return {grant for grant in grants if grant.key in keys}
+    affected = _affected(connection, statement, values)
+    if affected == len(grants):
+        return set(grants)
+    if len(grants) == 1:
+        return set()
+    # The count doesn't say which are gone or locked.
+    middle = len(grants) // 2
+    return _renew_batch(
+        connection, grants[:middle], values, wait, overdue
+    ) | _renew_batch(connection, grants[middle:], values, wait, overdue)
 
 
 def make_older(connection: BaseDatabaseWrapper, seconds: float) -> None:
@@ -914,60 +970,3 @@ def make_older(connection: BaseDatabaseWrapper, seconds: float) -> None:
     ago = Value(-seconds)
     older = {name: After(F(name), ago) for name in sorted(_MOMENTS)}
     _affected(connection, Statement(*_update(connection, Q(), older)), {})
-
-
-def _renew_batch_joined(
-    connection: BaseDatabaseWrapper,
-    batch: Sequence[Renewal],
-    rows: models.QuerySet[Any, Any],
-    extended: dict[str, Any],
-    overdue: bool,
-) -> set[Grant]:
-    """Renew on MySQL and MariaDB, where only this shape never waits for a row.
-
-    The optimizer must find the unlocked rows first and come to the others by the
-    primary key, or it locks what it passes, and the ``LIMIT`` keeps the derived table
-    from being merged, without ``SKIP LOCKED``, into the update.
-    """
-    text, params = _update(connection, Q(), extended)
-    inner, inner_params = (
-        rows[: len(batch)].query.get_compiler(connection=connection).as_sql()
-    )
-    quote = connection.ops.quote_name
-    table, key, due = quote(DistributedLock._meta.db_table), quote("key"), quote("due")
-    by_primary = f"{table} FORCE INDEX (PRIMARY)"
-    inner = inner.replace(f"FROM {table}", f"FROM {by_primary}", 1)
-    text = text.replace(
-        f"UPDATE {table} SET",
-        f"UPDATE ({inner} FOR UPDATE SKIP LOCKED) AS {due} "
-        f"STRAIGHT_JOIN {by_primary} ON {table}.{key} = {due}.{key} SET",
-        1,
-    )
-    statement = Statement(text, [*inner_params, *params])
-    affected = _affected(connection, statement, {})
-    if affected == len(batch):
-        return {renewal.grant for renewal in batch}
-    if len(batch) == 1:
-        return set()
-    # The count doesn't say which are gone or locked.
-    middle = len(batch) // 2
-    renewed: set[Grant] = set()
-    for half in (batch[:middle], batch[middle:]):
-        renewed |= _renew_batch(connection, half, wait=False, overdue=overdue)
-    return renewed
-
-
-def _by_key(seconds: dict[str, float]) -> Any:
-    """An expression for a value that depends on the row's key."""
-    groups: dict[float, list[str]] = {}
-    for key, value in seconds.items():
-        groups.setdefault(value, []).append(key)
-    common = max(groups, key=lambda value: len(groups[value]))
-    whens = [
-        When(key__in=keys, then=Value(value))
-        for value, keys in groups.items()
-        if value != common
-    ]
-    if not whens:
-        return Value(common)
-    return Case(*whens, default=Value(common), output_field=models.FloatField())

@@ -76,18 +76,16 @@ def kind(connection: BaseDatabaseWrapper) -> str:
     return _kinds[server]
 
 
-def kept(
-    build: Callable[[BaseDatabaseWrapper], Statement],
-) -> Callable[[BaseDatabaseWrapper], Statement]:
-    """Decorate the function that builds a statement: build once a kind of database."""
-    statements: dict[str, Statement] = {}
+def kept(build: Callable[..., Statement]) -> Callable[..., Statement]:
+    """Decorate what builds a statement: once a kind of database and variant."""
+    statements: dict[tuple[object, ...], Statement] = {}
 
     @wraps(build)
-    def statement(connection: BaseDatabaseWrapper) -> Statement:
-        name = kind(connection)
+    def statement(connection: BaseDatabaseWrapper, *variant: object) -> Statement:
+        name = (kind(connection), *variant)
         try:
             return statements[name]
         except KeyError:
-            return statements.setdefault(name, build(connection))
+            return statements.setdefault(name, build(connection, *variant))
 
     return statement
