@@ -34,6 +34,8 @@ class Configuration:
     isolation: str = "read committed"
     #: Run the core of the tests alone, unless told what to run.
     core: bool = False
+    #: Run the quick part of the fault tests, and nothing else.
+    faults: bool = False
 
     def urls(self, folder: Path, server: services.Server | None) -> list[str]:
         """The URLs of the default database and of the one with the alias locks."""
@@ -42,7 +44,10 @@ class Configuration:
             return [server.url(name), server.url(f"{name}_locks")]
         if self.name == "sqlite-memory":
             return ["sqlite://:memory:"] * 2
-        return [f"sqlite:///{folder}/{name}.sqlite3" for name in ("main", "locks")]
+        prefix = "faults-" if self.faults else ""
+        return [
+            f"sqlite:///{folder}/{prefix}{name}.sqlite3" for name in ("main", "locks")
+        ]
 
 
 CORE = [
@@ -75,6 +80,9 @@ CONFIGURATIONS = {
         Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
         Configuration("postgres-rr", "postgres", "repeatable read", core=True),
         Configuration("sqlite-memory", core=True),
+        Configuration("faults-mariadb", "mariadb", faults=True),
+        Configuration("faults-postgres", "postgres", faults=True),
+        Configuration("faults-sqlite", faults=True),
     )
 }
 
@@ -194,6 +202,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     options, arguments = parse()
     selected = [CONFIGURATIONS[name] for name in options.databases or CONFIGURATIONS]
+    if not options.databases and (arguments or options.coverage):
+        # Arguments select from the tests, and broken copies count for no coverage.
+        selected = [each for each in selected if not each.faults]
     command = [sys.executable, "-m"]
     if options.coverage:
         coverage("erase")
@@ -217,6 +228,11 @@ def main() -> int:
                 "PYTHONDEVMODE": "1",
             }
             output = folder / f"{configuration.name}.txt"
+            if configuration.faults:
+                del environment["LOCKS_DATABASE_URL"]
+                whole_command = [*command, "tests/faults", *arguments]
+                runs.append(Run(configuration, whole_command, environment, output))
+                continue
             core = configuration.core or configuration.name in options.core
             selected_tests = [f"tests/test_{name}.py" for name in CORE if core]
             whole_command = command + (arguments or selected_tests)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import django
 import pytest
 from django.db import connection, connections
 
@@ -47,7 +50,10 @@ def server(committed: None) -> str:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Collect what a run measured; ``python -m tests.faults`` prints it."""
+    """Collect what a run measured; ``python -m tests.faults`` prints it.
+
+    What is measured, and not counted, has its unit in brackets: "worst (ms)".
+    """
     found: dict[str, Any] = {}
     began = time.monotonic()
     yield found
@@ -55,12 +61,26 @@ def figures(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     if path:
         row = {
             "test": request.node.name,
+            "job": os.environ.get("DBLOCKS_FAULTS_JOB", ""),
             "engine": connection.vendor,
+            "versions": versions(),
             "seconds": round(time.monotonic() - began, 1),
             "figures": found,
         }
         with Path(path).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def versions() -> str:
+    """Say on what this was run."""
+    if connection.vendor == "sqlite":
+        database = f"SQLite {sqlite3.sqlite_version}"
+    elif connection.vendor == "mysql":
+        database = "MariaDB " + ".".join(map(str, connection.mysql_version))
+    else:
+        number = connection.pg_version
+        database = f"PostgreSQL {number // 10000}.{number % 10000}"
+    return f"{database}, Django {django.__version__}, Python {platform.python_version()}"
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ class Proxy:
         self.swallow = False
         #: Seconds, from and to, for which each piece is late.
         self.delay = (0.0, 0.0)
-        #: Of each piece, how likely it resets its connection instead.
+        #: How likely a connection is reset while it is made, and each request that
+        #: contains ``after`` resets its connection instead.
         self.resets = 0.0
         #: How many of the next answers to something that contains ``after`` are lost.
         self.lose_replies = 0
@@ -87,6 +88,8 @@ class Proxy:
             except (OSError, ValueError):
                 return
             link = _Link(client)
+            if self.resets and self._chance.random() < self.resets:
+                link.doomed = self._chance.randint(1, 8)
             with self._mutex:
                 self._links.add(link)
             self._start(self._serve, link)
@@ -130,12 +133,15 @@ class Proxy:
             until = time.monotonic() + self._chance.uniform(*self.delay)
             while time.monotonic() < until and not self._closed:
                 time.sleep(min(0.02, max(0.0, until - time.monotonic())))
-        if self.resets and self._chance.random() < self.resets:
+        link.doomed -= 1
+        asks = source is link.client and self.after in data
+        refused = self.resets and asks and self._chance.random() < self.resets
+        if refused or link.doomed == 0:
             self.reset += 1
             link.broken = True
             return False
         if source is link.client:
-            link.asked = self.after in data
+            link.asked = asks
             link.server.sendall(data)
             return True
         if self.lose_replies and link.asked:
@@ -155,6 +161,8 @@ class _Link:
         self.server = client
         self.asked = False
         self.broken = False
+        #: After how many more pieces it is reset; never at 0 and below.
+        self.doomed = 0
 
     @property
     def sockets(self) -> list[socket.socket]:

@@ -11,11 +11,12 @@ from django.db import connection
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import stored
+from dblocks.signals import lock_force_released
+from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew
 from tests.faults.history import check, report
-from tests.faults.scale import SEED, counts
-from tests.timing import DEADLINE
+from tests.faults.scale import FULL, SEED, counts
+from tests.timing import DEADLINE, SLACK
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -38,9 +39,9 @@ def grants(crew: Crew) -> int:
 
 
 def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> None:
-    """Tokens grow and never repeat while holders are released over their heads."""
+    """I2: tokens grow and never repeat while holders are force-released."""
     start = soon()
-    end = start + counts(DEADLINE, 240.0)
+    end = start + counts(DEADLINE, 60.0)
     keys = [f"{key}:{number}" for number in range(2)]
     table = [
         {
@@ -70,28 +71,33 @@ def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> N
 
 
 def test_exclusion(crew: Crew, key: str, figures: Figures) -> None:
-    """No two hold a key at once, with one key and several, queued and not."""
+    """I1: no two hold a key at once, with one key and several, queued and not."""
     start = soon()
-    end = start + counts(DEADLINE, 240.0)
+    end = start + counts(DEADLINE, 1200.0)
     table = [
         {
-            "keys": [key, f"{key}:b"],
+            "keys": [f"{key}:{number}" for number in range(counts(2, 3))],
             "start": start,
             "until": end,
-            "rounds": counts(50, 10**6),
+            "rounds": counts(50, 25_000) if timeout else 10**6,
             "seed": SEED + n,
             "timeout": timeout,
+            "hold": counts(0.002, 0.001),
         }
-        for n, timeout in enumerate([0, 0, 1.0, 1.0, 1.0])
+        for n, timeout in enumerate([0, 1.0, 1.0, 1.0, 1.0])
     ]
-    crew.finish(crew.fork_all("contend", table), within=counts(30.0, 300.0))
+    members = crew.fork_all("contend", table)
+    crew.until(lambda: all(m.ended for m in members[1:]), counts(40.0, 1260.0))
+    # The one that never waits may never get a key: it ends with the others.
+    members[0].kill()
+    crew.finish(members[1:])
     assert_good(crew)
     figures["grants"] = grants(crew)
-    assert figures["grants"] > 20
+    assert figures["grants"] >= counts(200, 100_000)
 
 
 def test_tokens_that_are_not_current(crew: Crew, key: str, figures: Figures) -> None:
-    """Renew, release and force release with another token or owner change nothing."""
+    """I3: renew, release, force release with another token or owner change nothing."""
     rounds = counts(200, 10_000)
     member = crew.fork("stale_tokens", key=key, rounds=rounds, seed=SEED)
     tried = member.expect("tried", within=counts(15.0, 300.0))
@@ -102,15 +108,13 @@ def test_tokens_that_are_not_current(crew: Crew, key: str, figures: Figures) -> 
 def test_new_keys_are_raced_for(crew: Crew, key: str, figures: Figures) -> None:
     """F13: processes race to create a key that has no row: one winner, no error."""
     processes, number = counts(6, 64), counts(15, 1000)
-    start = time.monotonic() + counts(1.0, 10.0)
-    keys = [f"{key}:{n}" for n in range(number)]
-    starts = [start + n * counts(0.05, 0.2) for n in range(number)]
-    for chunk in range(0, number, 50):
-        names = keys[chunk : chunk + 50]
-        begin = time.monotonic() + counts(0.5, 3.0)
-        starts = [begin + n * counts(0.05, 0.2) for n in range(len(names))]
+    keys, apart = [f"{key}:{n}" for n in range(number)], counts(0.05, 0.15)
+    for chunk in range(0, number, 100):
+        names = keys[chunk : chunk + 100]
+        begin = time.monotonic() + counts(0.5, 2.5)
+        starts = [begin + n * apart for n in range(len(names))]
         table = [{"keys": names, "starts": starts, "lease": 600}] * processes
-        crew.finish(crew.fork_all("create", table), within=4 * DEADLINE)
+        crew.finish(crew.fork_all("create", table), within=8 * DEADLINE)
     winners = Counter(told["key"] for told in crew.told() if told["event"] == "won")
     assert winners == dict.fromkeys(keys, 1)
     figures |= {"processes": processes, "keys": number}
@@ -119,7 +123,7 @@ def test_new_keys_are_raced_for(crew: Crew, key: str, figures: Figures) -> None:
 def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> None:
     """F14: rows are pruned and made again all the time; no token repeats."""
     start = soon()
-    end = start + counts(DEADLINE, 120.0)
+    end = start + counts(DEADLINE, 60.0)
     table = [
         {
             "keys": [f"{key}:{n % 2}"],
@@ -137,7 +141,7 @@ def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> Non
         assert time.monotonic() < end + DEADLINE
         rows = DistributedLock.objects.filter(key__startswith=key)
         deleted += rows.prune(older_than=0)
-        crew.take_in(wait=0.005)
+        crew.take_in(wait=counts(0.005, 0.05))
     crew.finish(members)
     assert_good(crew)
     figures |= {"grants": grants(crew), "pruned": deleted}
@@ -145,19 +149,45 @@ def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> Non
 
 
 def test_force_release_while_held(crew: Crew, key: str, figures: Figures) -> None:
-    """F15: the holder learns of it by its next renewal, or by its lease's deadline."""
-    lease, delays = 1.5, []
-    for number in range(counts(3, 500)):
-        name = f"{key}:{number}"
-        holder = crew.fork("hold", key=name, until=time.monotonic() + 30, lease=lease)
-        holder.expect("grant")
-        forced = time.monotonic()
-        assert DistributedLock.objects.force_release(name, by="a test")
-        delays.append(holder.expect("lost")["at"] - forced)
-        assert stored(name).owner == ""
-    crew.forget()
-    figures |= {"forced": len(delays), "slowest (s)": round(max(delays), 3)}
-    assert max(delays) < lease
+    """F15: the holder learns of it after a third of its lease; its write is refused."""
+    lease, delays, recorded = 1.5, list[float](), list[tuple[str, int]]()
+    accounts = [AccountFactory() for _ in range(10)]
+
+    def note(key: str, fencing_token: int, **kwargs: Any) -> None:
+        recorded.append((key, fencing_token))
+
+    lock_force_released.connect(note)
+    wanted = counts(4, 500)
+    for first in range(0, wanted, 10):
+        names = [f"{key}:{n}" for n in range(first, min(first + 10, wanted))]
+        until = time.monotonic() + 2 * DEADLINE
+        holders = crew.fork_all(
+            "hold",
+            [
+                {"key": name, "until": until, "lease": lease, "account": account.pk}
+                for name, account in zip(names, accounts, strict=False)
+            ],
+        )
+        tokens = [holder.expect("grant")["token"] for holder in holders]
+        forced = []
+        for name in names:
+            forced.append(time.monotonic())
+            assert DistributedLock.objects.force_release(name, by="a test")
+        for name, holder, moment in zip(names, holders, forced, strict=True):
+            lost = holder.expect("lost")
+            assert lost["reason"] == "forced"
+            delays.append(lost["at"] - moment)
+            assert holder.expect("guarded")["refused"] is True
+            assert stored(name).owner == ""
+        assert recorded[first:] == list(zip(names, tokens, strict=True))
+        crew.finish(holders)
+        crew.forget()
+    for account in accounts:
+        account.refresh_from_db()
+        assert account.balance == 0
+    figures |= {"forced": len(delays), "known after, worst (s)": round(max(delays), 3)}
+    # The machine may be late; a holder that learns of it at its deadline is too late.
+    assert max(delays) <= lease / 3 + (0.25 if FULL else 0.75)
 
 
 LEVELS = ["read committed", "repeatable read", "serializable"]
@@ -170,7 +200,7 @@ def test_isolation_levels(
 ) -> None:
     """F16: at every level, lock operations pass no database error to their callers."""
     start = soon()
-    end = start + counts(DEADLINE, 30.0)
+    end = start + counts(DEADLINE, 15.0)
     keys = [f"{key}:{number}" for number in range(4)]
     table = [
         {
@@ -180,6 +210,7 @@ def test_isolation_levels(
             "seed": SEED + n,
             "timeout": 1.0,
             "rounds": counts(6, 10**6),
+            "hold": counts(0.002, 0.02),
             "isolation": level,
             "nested": nested,
         }
@@ -191,29 +222,84 @@ def test_isolation_levels(
     assert figures["grants"]
 
 
+#: Statements a second and waiting process. It looks twice in each slice of its queueing;
+#: one of all, which has the gate, looks more often.
+WAITERS_STATEMENTS = 8.0
+
+
 def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
-    """F12: waiters in threads of many processes are all served, one at a time."""
+    """F12: waiters in threads of many processes are all served, one at a time.
+
+    While nobody gives the key back, they ask the database seldom.
+    """
     processes, threads = counts(4, 20), counts(5, 10)
     start = soon() + counts(0.0, 3.0)
-    with distributed_lock(key).acquire(timeout=0):
+    given_back = start + counts(2.5, 30.0)
+    with distributed_lock(key, lease=60).acquire(timeout=0):
         table = [
             {
                 "key": key,
-                "timeout": counts(20.0, 90.0),
+                "timeout": counts(20.0, 120.0),
                 "threads": threads,
                 "start": start,
+                "given_back": given_back,
                 "hold": 0.005,
             }
         ] * processes
         members = crew.fork_all("wait_in_threads", table)
-        # They wait for a while for a key that nobody gives back.
-        crew.until(lambda: time.monotonic() > start + counts(0.7, 5.0))
+        crew.until(
+            lambda: all(member.saw("statements") for member in members),
+            within=given_back - start + DEADLINE,
+        )
     crew.finish(members, within=counts(30.0, 120.0))
     served = grants(crew)
     assert served == processes * threads
     tokens = [event.token for event in crew.history() if event.what == "grant"]
     assert len(set(tokens)) == served
+    assert_good(crew)
     told = [member.expect("statements") for member in members]
     rates = [row["count"] / row["seconds"] for row in told]
-    figures |= {"waiters": served, "statements/s/process": round(max(rates), 1)}
-    assert connection.vendor == "sqlite" or min(rates) < 300
+    mean = sum(rates) / len(rates)
+    figures |= {"waiters": served, "statements a second and process (mean)": round(mean, 1)}
+    if connection.vendor != "sqlite" and FULL:
+        assert mean <= WAITERS_STATEMENTS
+
+
+def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> None:
+    """I7: a crowd that waits for one key doesn't slow another one."""
+    processes, threads, length = counts(3, 20), counts(10, 50), counts(1.0, 10.0)
+    alone, beside = list[int](), list[int]()
+    for crowded in [False, True] * counts(1, 3):
+        with distributed_lock(f"{key}:a", lease=60).acquire(timeout=0):
+            start = soon()
+            crowd = []
+            if crowded:
+                start += counts(0.5, 5.0)
+                row = {
+                    "key": f"{key}:a",
+                    "timeout": 4 * DEADLINE,
+                    "threads": threads,
+                    "start": soon(),
+                    "given_back": start + length,
+                }
+                crowd = crew.fork_all("wait_in_threads", [row] * processes)
+            quick_one = crew.fork(
+                "cycle", key=f"{key}:b", start=start, until=start + length, pause=0.004
+            )
+            crew.finish([quick_one], within=3 * DEADLINE)
+            for member in crowd:
+                member.kill()
+        took = beside if crowded else alone
+        for told in quick_one.told:
+            took += told.get("microseconds", [])
+        crew.forget()
+    p50s, p99s = (
+        [sorted(took)[int(part * len(took))] for took in (alone, beside)]
+        for part in (0.5, 0.99)
+    )
+    figures |= {"waiters": processes * threads}
+    figures |= {"p50 alone (µs)": p50s[0], "p50 beside (µs)": p50s[1]}
+    figures |= {"p99 alone (µs)": p99s[0], "p99 beside (µs)": p99s[1]}
+    assert p50s[1] < 2 * p50s[0]
+    # The quick part shares its machine; a hundredth of a second is its noise.
+    assert p99s[1] < 2 * p99s[0] + (0 if FULL else 1e4 * SLACK)

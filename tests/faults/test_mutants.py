@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +15,71 @@ from django.db import connection, transaction
 
 from dblocks.models import DistributedLock
 from tests.factories import let_expire, stored
-from tests.faults.mutants import MUTANTS, Mutant, survives
+from tests.faults.mutants import ALL, MUTANTS, ROOT, TIME_LIMIT, Mutant, survives
 from tests.faults.scale import FULL
 from tests.fixtures import in_memory
-from tests.timing import eventually
 
 ENGINE = settings.DATABASES["default"]["ENGINE"].rpartition(".")[2]
 VENDOR = {"sqlite3": "sqlite"}.get(ENGINE, ENGINE)
 HERE = [m for m in MUTANTS if VENDOR in (m.engines if FULL else [m.quick])]
-if settings.DATABASES["default"]["NAME"] == ":memory:" or "locks" in settings.DATABASES:
-    HERE = []
+NAMES = {mutant.name: mutant for mutant in HERE}
+AT_A_TIME = int(os.environ.get("DBLOCKS_FAULTS_JOBS") or 2)
+
+Verdict = Callable[[Mutant], "str | None"]
+
+
+@pytest.fixture(scope="module")
+def verdict(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Verdict]:
+    """Try all mutants that were asked for, some at a time; wait for one."""
+    if VENDOR == "sqlite" and settings.DATABASES["default"]["NAME"] == ":memory:":
+        pytest.skip("a database in memory belongs to one process")
+    chosen = [
+        item.callspec.params["mutant"]
+        for item in request.session.items
+        if "mutant" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    trials: dict[str, Future[str | None]] = {}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for number, mutant in enumerate(chosen):
+            folder = tmp_path_factory.mktemp(f"mutant{number}", numbered=False)
+            trials[mutant.name] = pool.submit(survives, mutant, folder)
+        yield lambda mutant: trials[mutant.name].result()
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(len(MUTANTS) * TIME_LIMIT)
 def test_mutant_dies(
-    mutant: Mutant, committed: None, tmp_path: Path, figures: dict[str, Any]
+    mutant: Mutant, committed: None, verdict: Verdict, figures: dict[str, Any]
 ) -> None:
     """A lock without this condition turns the tests red."""
-    output = survives(mutant, tmp_path)
+    output = verdict(mutant)
     assert output is None, f"{mutant.name} survives\n{output}"
     figures["killed"] = mutant.name
 
 
 @pytest.mark.skipif(not FULL, reason="the tests themselves pass every day")
+@pytest.mark.timeout(10 * TIME_LIMIT)
 def test_no_mutant_lives(committed: None, tmp_path: Path) -> None:
     """The control: the tests that kill pass in a copy that nothing was changed in."""
     tests = tuple(sorted({test for mutant in HERE for test in mutant.tests}))
-    assert survives(Mutant("none", "models.py", "import", "import", tests), tmp_path)
+    none = Mutant("none", "models.py", "import", "import", tests, quick=VENDOR)
+    assert survives(none, tmp_path)
+
+
+def test_mutants_are_mutants(tmp_path: Path) -> None:
+    """Each changes what is there, and is tried every day where it is a fault."""
+    for number, mutant in enumerate(MUTANTS):
+        copy = tmp_path / str(number)
+        shutil.copytree(ROOT / "dblocks", copy)
+        mutant.apply(copy)
+        changed = (copy / mutant.file).read_text()
+        assert changed != (ROOT / "dblocks" / mutant.file).read_text()
+        compile(changed, mutant.file, "exec")
+        assert mutant.quick in mutant.engines
+    assert {mutant.quick for mutant in MUTANTS} == {*ALL}
 
 
 def test_overdue_stays_overdue(committed: None, key: str) -> None:
@@ -56,11 +97,8 @@ def test_late_in_a_transaction(two_writers: None, key: str) -> None:
     assert not in_memory()
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT 1")
-        pause = (
-            "SELECT PG_SLEEP(0.5)" if VENDOR == "postgresql" else "SELECT SLEEP(0.5)"
-        )
-        cursor.execute(pause)
+        pause = "PG_SLEEP(0.5)" if VENDOR == "postgresql" else "SLEEP(0.5)"
+        cursor.execute(f"SELECT {pause}")
         assert DistributedLock.objects.acquire(key, owner="me", lease=20)
         [row] = DistributedLock.objects.with_state().filter(pk=key)
         assert row.remaining > 19.7
-    eventually(lambda: DistributedLock.objects.filter(pk=key).exists())

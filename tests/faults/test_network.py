@@ -17,7 +17,7 @@ from tests.faults.crew import Crew
 from tests.faults.history import check, report
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, SEED, counts
-from tests.timing import DEADLINE, eventually
+from tests.timing import DEADLINE, always, eventually
 
 pytestmark = [
     pytest.mark.usefixtures("committed", "server"),
@@ -27,7 +27,8 @@ pytestmark = [
 Figures = dict[str, Any]
 Distant = Callable[..., str]
 
-LATE = 0.05 if FULL else 0.75
+#: What a machine that has other work adds to a moment.
+LATE = 0.75
 
 
 def sessions() -> list[int]:
@@ -103,7 +104,7 @@ def test_lost_reply_to_a_release(
 def test_black_hole_for_ever(
     proxy: Proxy, distant: Distant, key: str, figures: Figures
 ) -> None:
-    """F10: the loss is known by the deadline while the socket hangs; others go on."""
+    """F10, I5: the loss is known by the deadline while the socket hangs."""
     backend, length, lates = distant(), 1.2, []
     for number in range(counts(2, 50)):
         name = f"{key}:{number}"
@@ -136,37 +137,57 @@ def test_black_hole_for_ever(
         proxy.reset_all()
         proxy.swallow = False
         connections["distant"].close()
-    figures |= {"holes": len(lates), "late, worst (ms)": round(1000 * max(lates))}
+    middle = sorted(lates)[len(lates) // 2]
+    figures |= {"for ever": len(lates), "news late, median (ms)": round(1000 * middle)}
+    figures |= {"news late, worst (ms)": round(1000 * max(lates))}
+    assert middle <= (0.05 if FULL else LATE)
     assert max(lates) <= LATE
 
 
 def test_short_black_hole(
     proxy: Proxy, distant: Distant, key: str, figures: Figures
 ) -> None:
-    """F10: half a lease without a network is no loss."""
-    backend, length = distant(), 3.0
+    """F10: half a lease without a network is no loss; two leases are, for ever."""
+    backend = distant()
     for number in range(counts(1, 20)):
-        name = f"{key}:{number}"
+        name, length = f"{key}:{number}", 3.0
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
         end = stored(name).expires_at
-        proxy.swallow = True
-        opened = time.monotonic() + 0.5 * length
-        eventually(lambda opened=opened: time.monotonic() >= opened)
-        proxy.swallow = False
+        swallow(proxy, 0.5 * length)
         eventually(lambda name=name, end=end: stored(name).expires_at > end)
         assert lease.held
         assert lease.release()
-    figures["holes"] = counts(1, 20)
+    for number in range(counts(1, 20)):
+        name, length = f"{key}:long:{number}", 1.0
+        lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
+        swallow(proxy, 2 * length)
+        # What was sent before may arrive now.
+        always(lambda lease=lease: not lease.held, during=0.1)
+        assert lease.lost_reason == "backend"
+        with distributed_lock(name).acquire(timeout=DEADLINE) as next_one:
+            assert next_one.fencing_token > lease.fencing_token
+            assert lease.release() is False
+        connections["distant"].close()
+    figures["half a lease"] = figures["two leases"] = counts(1, 20)
+
+
+def swallow(proxy: Proxy, seconds: float) -> None:
+    """Be a black hole for so long."""
+    proxy.swallow = True
+    opened = time.monotonic() + seconds
+    eventually(lambda: time.monotonic() >= opened)
+    proxy.swallow = False
 
 
 def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -> None:
     """F9: holders renew and contenders go on over sessions that the server ends."""
     chance = random.Random(SEED)
     start = time.monotonic() + 0.5
-    until = start + counts(3.0, 150.0)
+    length = 3.0
+    until = start + counts(3.0, 120.0)
     holders = crew.fork_all(
         "hold",
-        [{"key": f"{key}:{n}", "until": until, "lease": 3.0} for n in range(3)],
+        [{"key": f"{key}:{n}", "until": until, "lease": length} for n in range(3)],
     )
     contenders = crew.fork_all(
         "contend",
@@ -191,8 +212,16 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
         crew.take_in(wait=chance.uniform(0.0, 0.3))
     crew.finish([*holders, *contenders], within=counts(30.0, 240.0))
     lost = [told for told in crew.told() if told["event"] == "lost"]
+    # A renewal is due when a third of what the lease starts from is gone.
+    starts_from = length - max(0.1 * length, 0.25)
+    due = starts_from * 2 / 3
+    left = [told["left"] for told in crew.told() if told["event"] == "renewed"]
+    slow = [seconds for seconds in left if due - seconds > length / 3]
     figures |= {"sessions killed": killed, "leases lost": len(lost)}
-    assert killed
+    figures |= {"renewals": len(left), "recovered late": len(slow)}
+    assert killed >= counts(3, 500)
+    assert left
+    assert len(slow) <= counts(1, 0.01 * len(left))
     assert not lost
     faults = check(crew.history())
     assert not faults, report(faults, SEED)
@@ -206,7 +235,7 @@ def test_slow_network_that_resets(
     length = counts(5.0, 10.0)
     proxy.delay = (0.1, 0.3) if FULL else (0.05, 0.1)
     crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-    until = time.monotonic() + counts(6.0, 120.0)
+    until = time.monotonic() + counts(6.0, 150.0)
     holders = crew.fork_all(
         "hold",
         [
@@ -216,8 +245,8 @@ def test_slow_network_that_resets(
     )
     for holder in holders:
         holder.expect("grant", within=30)
-    # Of each piece; to connect takes some twenty.
-    proxy.resets = 0.005
+    # Of the connections that are made, and of the requests about locks.
+    proxy.resets, proxy.after = 0.05, b"dblocks_"
     crew.until(lambda: all(h.ended for h in holders), counts(40.0, 200.0), "the end")
     lost = [told for told in crew.told() if told["event"] == "lost"]
     figures |= {"leases": len(holders), "resets": proxy.reset, "lost": len(lost)}

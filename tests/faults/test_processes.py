@@ -54,7 +54,7 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
     assert min(delays) >= 0
     figures |= {
         "killed": len(delays),
-        "after the lease, p99 (ms)": round(1000 * p99(delays)),
+        "free to granted, p99 (ms)": round(1000 * p99(delays)),
     }
     assert p99(delays) <= 0.1 + (0.25 if FULL else SLACK)
 
@@ -123,8 +123,8 @@ def pause_updaters(
     crew: Crew, key: str, mode: str, pauses: int, figures: Figures
 ) -> tuple[int, int]:
     """Stop processes that update balances; return acknowledged and final sums."""
-    lease, lengths = 0.5, [1.5, 3.0] if not FULL else [1.5, 1.5, 3.0, 3.0, 10.0]
-    accounts = [AccountFactory() for _ in range(counts(2, 5))]
+    lease, lengths = 0.5, [1.5, 3.0] if not FULL else [1.5] * 5 + [3.0] * 4 + [10.0]
+    accounts = [AccountFactory() for _ in range(counts(2, 10))]
     table = [
         {
             "key": f"{key}:{account.pk}",
@@ -140,9 +140,9 @@ def pause_updaters(
         for number in range(2)
     ]
     members = crew.fork_all("update", table)
-    crew.until(lambda: all(member.told[1:] for member in members))
-    for member in members:
-        member.told[0]["key"] = table[members.index(member)]["key"]
+    crew.until(lambda: all(member.told[1:] for member in members), 2 * DEADLINE)
+    for member, row in zip(members, table, strict=True):
+        member.told[0]["key"] = row["key"]
     nemesis = Nemesis(crew, members, lease)
     nemesis.pause(pauses, lengths, within=counts(30.0, 3000.0))
     history = crew.history()
@@ -152,14 +152,10 @@ def pause_updaters(
     }
     acknowledged = sum(event.what == "write" for event in history)
     figures |= {
-        "mode": mode,
         "pauses": nemesis.pauses,
         "acknowledged": acknowledged,
-        "final": sum(final.values()),
         "lost": acknowledged - sum(final.values()),
-        "refused": sum(
-            told["event"] == "refused" and "reason" in told for told in crew.told()
-        ),
+        "refused": sum(told["event"] == "refused" for told in crew.told()),
     }
     assert nemesis.pauses
     if mode in {"guard", "atomic"}:
@@ -172,13 +168,15 @@ def test_stopped_holders_are_refused(crew: Crew, key: str, figures: Figures) -> 
     """F4: paused past its lease, a guarded holder writes nothing; nothing is lost."""
     pause_updaters(crew, key, "guard", counts(4, 1000), figures)
     assert figures["refused"]
+    assert figures["pauses"] >= counts(1, 1000)
 
 
 def test_stopped_in_the_transaction(
     server: str, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F5: stopped inside atomic=True: nothing is lost."""
-    pause_updaters(crew, key, "atomic", counts(3, 500), figures)
+    pause_updaters(crew, key, "atomic", counts(3, 300), figures)
+    assert figures["pauses"] >= counts(1, 300)
 
 
 @pytest.mark.parametrize("mode", ["plain", "checked"] if FULL else ["plain"])
@@ -188,7 +186,9 @@ def test_negative_control(crew: Crew, key: str, mode: str, figures: Figures) -> 
     Asking the lease before the write narrows the gap and doesn't close it; that one
     is counted and not asserted.
     """
-    acknowledged, final = pause_updaters(crew, key, mode, counts(4, 200), figures)
+    found: Figures = {}
+    acknowledged, final = pause_updaters(crew, key, mode, counts(4, 200), found)
+    figures |= {f"{mode}: {name}": number for name, number in found.items()}
     if mode == "plain":
         assert acknowledged > final
 
@@ -197,11 +197,16 @@ def test_stopped_between_guard_and_commit(
     server: str, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F5: nobody takes the key over, everybody's timeout is kept, the commit counts."""
+    for number in range(counts(1, 20)):
+        stop_after_the_guard(crew, f"{key}:{number}")
+    figures["stopped after the guard"] = counts(1, 20)
+
+
+def stop_after_the_guard(crew: Crew, key: str) -> None:
     account, lease = AccountFactory(), 0.6
     holder = crew.fork(
         "guarded_pause", key=key, account=account.pk, lease=lease, pause=0.3
     )
-    holder.expect("born")
     token = holder.expect("guarded")["token"]
     holder.stop()
     try:
@@ -221,36 +226,46 @@ def test_stopped_between_guard_and_commit(
 
 def test_fork_while_holding(crew: Crew, key: str, figures: Figures) -> None:
     """F17: in the child the lease counts as lost; the parent's goes on."""
-    lease = 2.0
-    parent = crew.fork(
-        "fork_while_holding", key=key, lease=lease, until=time.monotonic() + 1.5 * lease
+    lease = 3.0
+    until = time.monotonic() + 1.5 * lease
+    parents = crew.fork_all(
+        "fork_while_holding",
+        [
+            {"key": f"{key}:{n}", "lease": lease, "until": until}
+            for n in range(counts(2, 20))
+        ],
     )
-    child = parent.expect("child")
-    assert child["held"] is False
-    assert (child["reason"], child["check"]) == ("forked", "forked")
-    assert child["released"] is False
-    assert child["obtained"] is False
-    assert child["own"] is True
-    assert parent.expect("parent")["released"] is True
-    figures["forks"] = 1
+    for parent in parents:
+        child = parent.expect("child")
+        assert child["held"] is False
+        assert (child["reason"], child["check"]) == ("forked", "forked")
+        assert child["released"] is False
+        assert child["obtained"] is False
+        assert child["own"] is True
+        assert parent.expect("parent")["released"] is True
+    figures["forks"] = len(parents)
 
 
-@pytest.mark.parametrize("program", ["interrupted", "cancelled"])
+@pytest.mark.parametrize(
+    "program", ["interrupted", "interrupted by an exception", "cancelled"]
+)
 def test_interrupted_anywhere(
     crew: Crew, key: str, program: str, figures: Figures
 ) -> None:
     """F18: interrupts and cancellations leave nothing held beyond the lease."""
-    rounds, lease = counts(40, 1000), 1.0
-    member = crew.fork(program, key=key, seed=SEED, rounds=rounds, lease=lease)
+    hits, lease = counts(40, 1000), 1.0
+    options = {"ordinary": True} if "exception" in program else {}
+    name = program.split()[0]
+    member = crew.fork(name, key=key, seed=SEED, hits=hits, lease=lease, **options)
     told = member.expect("interrupted", within=counts(30.0, 300.0))
-    ended = time.monotonic()
+    ended = told["at"]
     rows = DistributedLock.objects.held().filter(key__startswith=key)
     eventually(lambda: not rows.exists(), what="the end of all leases")
     assert time.monotonic() - ended <= lease + SLACK
     assert member.expect("threads")["names"] == []
     crew.finish([member])
-    figures |= {"rounds": rounds, "hit": told["hits"]}
-    assert told["hits"]
+    figures |= {program: told["hits"]}
+    assert told["hits"] >= hits
 
 
 def test_holding_the_gil(crew: Crew, key: str, figures: Figures) -> None:

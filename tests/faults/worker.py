@@ -26,6 +26,7 @@ from typing import Any
 
 import django
 from django.db import DatabaseError, connection, connections, transaction
+from django.db.models import F
 
 WHO = 0
 
@@ -51,7 +52,6 @@ def granted(key: str, timeout: float = 0, **options: Any) -> Iterator[Any]:
     lease = distributed_lock(key, **options).try_acquire(timeout)
     after = time.monotonic()
     if lease is None:
-        emit("refused", key=key, before=before)
         yield None
         return
     emit("grant", key=key, token=lease.fencing_token, before=before, after=after)
@@ -90,15 +90,15 @@ def contend(
         set_isolation(isolation)
     connection.ensure_connection()
     wait_until(start)
-    for _ in range(rounds):
-        if time.monotonic() >= until:
-            return
+    granted_times = 0
+    while granted_times < rounds and time.monotonic() < until:
         key = chance.choice(keys)
         if stubborn:
             try:
                 with granted(key, **options) as lease:
                     if lease is not None:
                         observe(lease)
+                        granted_times += 1
             except DatabaseError:
                 emit("database", key=key)
                 time.sleep(0.05)
@@ -110,11 +110,13 @@ def contend(
                 with granted(key, **options) as lease:
                     if lease is not None:
                         observe(lease)
+                        granted_times += 1
             continue
         with granted(key, **options) as lease:
+            time.sleep(chance.uniform(0, hold))
             if lease is not None:
-                time.sleep(chance.uniform(0, hold))
                 observe(lease)
+                granted_times += 1
 
 
 def set_isolation(level: str) -> None:
@@ -197,11 +199,21 @@ def atomically(key: str, rows: Any, pause: float, options: dict[str, Any]) -> No
             before = time.monotonic()
         emit("write", key=key, token=token, before=before)
     except LockTimeout:
-        emit("refused", key=key)
+        pass
 
 
-def hold(key: str, until: float, timeout: float = 0, **options: Any) -> None:
-    """Hold a key until a moment; say at once when the loss is announced."""
+def hold(
+    key: str,
+    until: float,
+    timeout: float = 0,
+    account: int | None = None,
+    **options: Any,
+) -> None:
+    """Hold a key until a moment; say at once when the loss is announced.
+
+    Each renewal is told, with the time that was left when its answer came. With an
+    ``account`` a guarded write is tried after the loss.
+    """
     with granted(key, timeout, **options) as lease:
         if lease is None:
             return
@@ -213,9 +225,29 @@ def hold(key: str, until: float, timeout: float = 0, **options: Any) -> None:
             lost.set()
 
         lease.on_lost(announce)
+        left = lease.remaining()
         while time.monotonic() < until and not lost.is_set():
             observe(lease)
             lost.wait(0.02)
+            before, left = left, lease.remaining()
+            if left > before:
+                emit("renewed", key=key, left=before)
+        if account is not None and lost.is_set():
+            emit("guarded", key=key, token=token, refused=refuses(lease, account))
+
+
+def refuses(lease: Any, account: int) -> bool:
+    """Tell whether the guard refuses a write."""
+    from dblocks import LeaseLost
+    from tests.testapp.models import Account
+
+    try:
+        with transaction.atomic():
+            Account.objects.filter(pk=account).update(balance=F("balance") + 1)
+            lease.guard()
+    except LeaseLost:
+        return True
+    return False
 
 
 def wait(key: str, timeout: float, hold: float = 0.0, **options: Any) -> None:
@@ -225,9 +257,18 @@ def wait(key: str, timeout: float, hold: float = 0.0, **options: Any) -> None:
 
 
 def wait_in_threads(
-    key: str, timeout: float, threads: int, start: float, **options: Any
+    key: str,
+    timeout: float,
+    threads: int,
+    start: float,
+    given_back: float,
+    **options: Any,
 ) -> None:
-    """Let threads wait for one key, and count the statements that this costs."""
+    """Let threads wait for one key, and count the statements that this costs.
+
+    ``given_back``: the moment until which nobody can have it. The first second, in
+    which they come and connect, isn't counted.
+    """
     from django.db.backends.signals import connection_created
 
     counts = [0]
@@ -247,13 +288,36 @@ def wait_in_threads(
         connections.close_all()
 
     wait_until(start)
-    began = time.monotonic()
     crowd = [threading.Thread(target=one) for _ in range(threads)]
     for thread in crowd:
         thread.start()
+    wait_until(start + 1)
+    began, before = time.monotonic(), counts[0]
+    wait_until(given_back)
+    spent = counts[0] - before
+    emit("statements", count=spent, seconds=time.monotonic() - began)
     for thread in crowd:
         thread.join()
-    emit("statements", count=counts[0], seconds=time.monotonic() - began)
+
+
+def cycle(key: str, start: float, until: float, pause: float) -> None:
+    """Take and give back a key that nobody else wants, and tell how long that took."""
+    from dblocks import distributed_lock
+
+    lock = distributed_lock(key, timeout=0)
+    with lock:
+        pass
+    wait_until(start)
+    took = []
+    while time.monotonic() < until:
+        began = time.monotonic()
+        with lock:
+            pass
+        took.append(round(1e6 * (time.monotonic() - began)))
+        time.sleep(pause)
+    for number in range(0, len(took), 300):
+        # One event must fit into one write to the pipe.
+        emit("took", microseconds=took[number : number + 300])
 
 
 def create(keys: list[str], starts: list[float], **options: Any) -> None:
@@ -329,39 +393,50 @@ def hold_the_gil(key: str, lease: float, seconds: float) -> None:
         emit("checked", reason=None, released=mine.release())
 
 
-def interrupted(key: str, seed: int, rounds: int, lease: float) -> None:
-    """Be interrupted at random points of acquire, body and release."""
+class Interruption(Exception):
+    """An error that may come anywhere, such as a soft time limit's."""
+
+
+def interrupted(
+    key: str, seed: int, hits: int, lease: float, ordinary: bool = False
+) -> None:
+    """Be interrupted at random points of acquire, body and release, so many times.
+
+    By ``KeyboardInterrupt``, or by an ordinary exception.
+    """
     from dblocks import distributed_lock
 
     warnings.simplefilter("ignore", ResourceWarning)
     chance = random.Random(seed)
+    kind = Interruption if ordinary else KeyboardInterrupt
 
     def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+        raise kind
 
     signal.signal(signal.SIGALRM, interrupt)
-    hits = 0
-    for number in range(rounds):
-        timer = chance.choice([chance.uniform(1e-5, 0.003), chance.uniform(1e-5, 0.03)])
+    hit = rounds = 0
+    while hit < hits:
+        rounds += 1
+        timer = chance.choice([chance.uniform(1e-5, 0.003), chance.uniform(1e-5, 0.01)])
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, timer)
-                with distributed_lock(f"{key}:{number}", lease=lease, timeout=0):
+                with distributed_lock(f"{key}:{rounds}", lease=lease, timeout=0):
                     time.sleep(chance.uniform(0, 0.004))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:
-            hits += 1
+        except kind:
+            hit += 1
         except (DatabaseError, SystemError) as error:
             # A driver whose reply was cut off in the middle.
             emit("database", message=str(error)[:200])
             connections.close_all()
     connections.close_all()
-    emit("interrupted", hits=hits)
+    emit("interrupted", hits=hit, rounds=rounds)
     tell_threads()
 
 
-def cancelled(key: str, seed: int, rounds: int, lease: float) -> None:
+def cancelled(key: str, seed: int, hits: int, lease: float) -> None:
     """Have tasks cancelled at random points of acquire, body and release."""
     import asyncio
 
@@ -376,20 +451,22 @@ def cancelled(key: str, seed: int, rounds: int, lease: float) -> None:
         async with distributed_lock(name, lease=lease, timeout=1):
             await asyncio.sleep(chance.uniform(0, 0.004))
 
-    async def cancel_all() -> int:
-        hits = 0
-        for number in range(rounds):
-            task = asyncio.create_task(body(f"{key}:{number % 5}"))
+    async def cancel_all() -> tuple[int, int]:
+        hit = rounds = 0
+        while hit < hits:
+            rounds += 1
+            task = asyncio.create_task(body(f"{key}:{rounds % 5}"))
             await asyncio.sleep(chance.uniform(0, 0.012))
             task.cancel()
             try:
                 await task
             except asyncio.CancelledError:
-                hits += 1
+                hit += 1
         await sync_to_async(connections.close_all)()
-        return hits
+        return hit, rounds
 
-    emit("interrupted", hits=asyncio.run(cancel_all()))
+    hit, rounds = asyncio.run(cancel_all())
+    emit("interrupted", hits=hit, rounds=rounds)
     tell_threads()
 
 
@@ -441,6 +518,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         cancelled,
         contend,
         create,
+        cycle,
         fork_while_holding,
         guarded_pause,
         hold,

@@ -1,0 +1,87 @@
+"""The figures of the last full run of each engine, and their table in the docs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FIGURES = Path(__file__).with_name("figures.json")
+PAGE = ROOT / "docs" / "safety.md"
+BEGIN, END = "<!-- figures of python -m tests.faults -->", "<!-- end of figures -->"
+TITLES = {"sqlite": "SQLite", "mariadb": "MariaDB", "postgres": "PostgreSQL"}
+
+Row = dict[str, Any]
+
+
+def merge(rows: Iterable[Row]) -> dict[str, Any]:
+    """Add the figures of one fault's tests up; of what is a time, take the worst."""
+    merged: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row["figures"].items():
+            if isinstance(value, str) or name not in merged:
+                merged[name] = value
+            elif name.endswith(")"):
+                merged[name] = max(merged[name], value)
+            else:
+                merged[name] += value
+    return merged
+
+
+def write(engine: str, seed: int, seconds: float, rows: list[Row]) -> None:
+    """Keep what a full run of an engine measured, and bring the page up to date."""
+    versions = next((row["versions"] for row in rows if "versions" in row), "")
+    faults: dict[str, dict[str, Any]] = {}
+    for fault in {row["job"] for row in rows}:
+        mine = [row for row in rows if row["job"] == fault]
+        faults[fault] = merge(row for row in mine if "versions" in row) or merge(mine)
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    known[engine] = {
+        "date": time.strftime("%F"),
+        "seed": seed,
+        "minutes": round(seconds / 60),
+        "versions": versions,
+        "faults": dict(sorted(faults.items())),
+    }
+    FIGURES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(known)}\n{END}{after}")
+
+
+def table(known: dict[str, Any]) -> str:
+    """Return the figures of all engines as a page has them."""
+    engines = [engine for engine in TITLES if engine in known]
+    lines = []
+    for engine in engines:
+        run = known[engine]
+        lines.append(
+            f"* {TITLES[engine]}: {run['date']}, {run['versions']}, "
+            f"seed {run['seed']}, {run['minutes']} minutes."
+        )
+    titles = [TITLES[engine] for engine in engines]
+    lines += ["", "| | " + " | ".join(titles) + " |", "| --- " * (len(titles) + 1) + "|"]
+    faults = {fault for engine in engines for fault in known[engine]["faults"]}
+    for fault in sorted(faults, key=order):
+        cells = [cell(known[engine]["faults"].get(fault)) for engine in engines]
+        lines.append(f"| {fault} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def order(fault: str) -> tuple[str, int, str]:
+    """Sort faults by number, and what has none after them."""
+    number = fault[1:]
+    return (fault[0], int(number), "") if number.isdigit() else ("~", 0, fault)
+
+
+def cell(figures: dict[str, Any] | None) -> str:
+    """Return the figures of one fault on one engine."""
+    if not figures:
+        return "–"
+    return ", ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+        for name, value in figures.items()
+    )

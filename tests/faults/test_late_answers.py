@@ -1,0 +1,99 @@
+"""Answers that come late: a holder never believes in more time than it has."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblocks import Lease, distributed_lock
+from dblocks.backends import database
+from dblocks.models import DistributedLock
+from tests.factories import stored
+from tests.timing import DEADLINE, always, eventually
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+Delay = Callable[[], object]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Delay]]:
+    """Hold answers up after the database has done its part, by the verb's name."""
+    delays: dict[str, Delay] = {}
+
+    def hold_up(owner: type, verb: str) -> None:
+        original = getattr(owner, verb)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            delays.get(verb, bool)()
+            return result
+
+        monkeypatch.setattr(owner, verb, answer)
+
+    hold_up(database.DatabaseBackend, "try_acquire")
+    hold_up(database._DatabaseRenewalSession, "renew")
+    yield delays
+    delays.clear()
+
+
+def left(key: str) -> float:
+    """Return for how many seconds the database would grant the key to nobody else."""
+    return DistributedLock.objects.with_state().get(pk=key).remaining
+
+
+def believes_too_much(lease: Lease) -> bool:
+    """Does the holder count on more time than the row has?"""
+    believed, there = lease.remaining(), left(lease.key)
+    return believed > there
+
+
+def test_answer_to_an_acquire(late: dict[str, Delay], key: str) -> None:
+    """The lease is counted from before it was asked for, however late the answer."""
+    late["try_acquire"] = lambda: time.sleep(0.8)
+    lease = distributed_lock(key, lease=2, renew=False).acquire(timeout=0)
+    assert 0 < lease.remaining() <= 2 - 0.8
+    assert not believes_too_much(lease)
+    assert lease.release()
+
+
+def test_answer_to_a_renewal(late: dict[str, Delay], key: str) -> None:
+    """A renewal is counted from before it was sent."""
+    lease = distributed_lock(key, lease=3).acquire(timeout=0)
+    end, asked, go_on = stored(key).expires_at, threading.Event(), threading.Event()
+    late["renew"] = lambda: (asked.set(), go_on.wait(DEADLINE))
+    assert asked.wait(DEADLINE)
+    before = lease.remaining()
+    eventually(lambda: lease.remaining() < before - 0.8)
+    late.clear()
+    go_on.set()
+    eventually(lambda: lease.remaining() > before, within=2.0, what="the renewal")
+    assert stored(key).expires_at > end
+    assert not believes_too_much(lease)
+    assert lease.release()
+
+
+def test_answer_after_the_loss(late: dict[str, Delay], key: str) -> None:
+    """The loss is told while the answer hangs, and the answer takes it back no more.
+
+    The database has extended the lease; its holder has been told that it is lost.
+    """
+    lease = distributed_lock(key, lease=1).acquire(timeout=0)
+    losses: list[tuple[float, str | None]] = []
+    lease.on_lost(lambda lost: losses.append((time.monotonic(), lost.lost_reason)))
+    deadline = time.monotonic() + lease.remaining()
+    asked, go_on = threading.Event(), threading.Event()
+    late["renew"] = lambda: (asked.set(), go_on.wait(DEADLINE))
+    assert asked.wait(DEADLINE)
+    # Not asked whether it is held: that alone would notice.
+    eventually(lambda: losses, what="the news")
+    assert losses[0][0] - deadline < 0.5
+    late.clear()
+    go_on.set()
+    always(lambda: not lease.held and lease.lost_reason, during=0.3)
+    assert [reason for _, reason in losses] == ["backend"]
+    assert not lease.release()
