@@ -40,7 +40,10 @@ class Timekeeper:
 
     def reset(self) -> None:
         """Start from nothing, as in a forked child."""
-        self._condition = threading.Condition(threading.Lock())
+        # Always entered by itself: a signal's exception inside Condition.__enter__(),
+        # which is Python, would leave it locked for ever.
+        self._mutex = threading.Lock()
+        self._condition = threading.Condition(self._mutex)
         self._holds: dict[int, weakref.ref[Hold]] = {}
         self._workers: dict[BaseBackend, _Worker] = {}
         self._thread: threading.Thread | None = None
@@ -48,7 +51,7 @@ class Timekeeper:
 
     def add(self, hold: Hold) -> None:
         """Watch over a hold until it is discarded, lost or forgotten."""
-        with self._condition:
+        with self._mutex:
             self._holds[id(hold)] = weakref.ref(hold)
             if self._thread is None:
                 self._start()
@@ -68,12 +71,12 @@ class Timekeeper:
 
     def discard(self, hold: Hold) -> None:
         """Watch no more over a hold."""
-        with self._condition:
+        with self._mutex:
             self._holds.pop(id(hold), None)
 
     def hurry(self) -> None:
         """Look at the clock now; it was moved, or something became due."""
-        with self._condition:
+        with self._mutex:
             self._condition.notify()
 
     def owed(self, connection: object) -> list[Renewal]:
@@ -87,7 +90,7 @@ class Timekeeper:
 
     def holds(self) -> list[Hold]:
         """Return all live holds."""
-        with self._condition:
+        with self._mutex:
             refs = list(self._holds.values())
         return [hold for ref in refs if (hold := ref()) is not None]
 
@@ -141,7 +144,7 @@ class Timekeeper:
                 worker.take(None)
 
     def _sleep(self) -> bool:
-        with self._condition:
+        with self._mutex:
             now = clock.monotonic()
             wakes_at = now + MAX_SLEEP
             for ident, ref in list(self._holds.items()):
