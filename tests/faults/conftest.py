@@ -16,10 +16,13 @@ import django
 import pytest
 from django.db import connection, connections
 
+from dblocks.models import DistributedLock, TokenFloor
+from tests import services
 from tests.faults.crew import Crew
 from tests.faults.proxy import Proxy
 from tests.faults.scale import SEED
 from tests.fixtures import in_memory
+from tests.testapp.models import Account
 
 
 @pytest.fixture(scope="session")
@@ -112,3 +115,25 @@ def distant(proxy: Proxy, settings: Any) -> Iterator[Callable[..., str]]:
         connections["distant"].close()
         del connections["distant"]
     connections.settings.pop("distant", None)
+
+
+@pytest.fixture
+def private(server: str) -> Iterator[services.Server]:
+    """Start a server of the same kind whose clock shows another zone's time."""
+    kind = {"mysql": services.MariaDB, "postgresql": services.PostgreSQL}[server]
+    with kind(time_zone="+05:00") as private:
+        private.url("faults")
+        config = dict(connections.settings["default"])
+        config |= {"HOST": "127.0.0.1", "PORT": str(private.port), "NAME": "faults"}
+        config |= {"USER": {"mysql": "root", "postgresql": "postgres"}[server]}
+        connections.settings["private"] = config | {"PASSWORD": ""}
+        try:
+            with connections["private"].schema_editor() as editor:
+                for model in (DistributedLock, TokenFloor, Account):
+                    editor.create_model(model)
+            yield private
+        finally:
+            with suppress(AttributeError):
+                connections["private"].close()
+                del connections["private"]
+            del connections.settings["private"]

@@ -30,7 +30,7 @@ class Member:
     """One child: what it told, and what can be done to it."""
 
     def __init__(self, crew: Crew, who: int) -> None:
-        self._crew = crew
+        self.crew = crew
         self.who = who
         self.pid = 0
         self.told: list[Told] = []
@@ -46,7 +46,7 @@ class Member:
 
     def expect(self, event: str, within: float = DEADLINE) -> Told:
         """Wait for an event of this name."""
-        self._crew.until(
+        self.crew.until(
             lambda: self.saw(event) or self.saw("error") or self.ended, within, event
         )
         told = self.saw(event)
@@ -72,7 +72,7 @@ class Member:
             # Its parent waits for it, so that the id is not used again before.
             os.kill(self.pid, signal.SIGKILL)
         killed = time.monotonic()
-        self._crew.until(lambda: self.ended, DEADLINE, "the end")
+        self.crew.until(lambda: self.ended, DEADLINE, "the end")
         return killed
 
 

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +13,18 @@ import pytest
 from django.db import OperationalError, connection, connections
 
 from dblocks import distributed_lock
-from dblocks.models import DistributedLock, TokenFloor
+from dblocks.models import DistributedLock
 from tests import services
 from tests.factories import stored
+from tests.faults.clocks import can_fake_time, faketime
 from tests.faults.crew import Crew
 from tests.faults.history import Event, check, report
 from tests.faults.scale import FULL, SEED, counts
-from tests.testapp.models import Account
 from tests.timing import DEADLINE, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 Figures = dict[str, Any]
-
-
-@pytest.fixture
-def private(server: str) -> Iterator[services.Server]:
-    """Start a server of the same kind whose clock shows another zone's time."""
-    kind = {"mysql": services.MariaDB, "postgresql": services.PostgreSQL}[server]
-    with kind(time_zone="+05:00") as private:
-        private.url("faults")
-        config = dict(connections.settings["default"])
-        config |= {"HOST": "127.0.0.1", "PORT": str(private.port), "NAME": "faults"}
-        config |= {"USER": {"mysql": "root", "postgresql": "postgres"}[server]}
-        connections.settings["private"] = config | {"PASSWORD": ""}
-        try:
-            with connections["private"].schema_editor() as editor:
-                for model in (DistributedLock, TokenFloor, Account):
-                    editor.create_model(model)
-            yield private
-        finally:
-            with suppress(AttributeError):
-                connections["private"].close()
-                del connections["private"]
-            del connections.settings["private"]
 
 
 def test_server_killed(
@@ -119,20 +96,6 @@ def test_server_killed(
         assert lost or (row is not None and 0 < row.remaining <= lease)
 
 
-LIBRARY = "libfaketime.so.1"
-
-
-def faketime(**variables: str) -> dict[str, str]:
-    """Return the environment in which a process sees another wall clock."""
-    [library, *_] = sorted(Path("/usr/lib").glob(f"*/faketime/{LIBRARY}"))
-    return {
-        "LD_PRELOAD": str(library),
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_NO_CACHE": "1",
-        **variables,
-    }
-
-
 CLOCKS = ["a day ahead", "jumping", "a day behind"]
 
 
@@ -144,7 +107,7 @@ def test_wrong_wall_clocks(
 
     On SQLite the client's clock is the database's.
     """
-    if not list(Path("/usr/lib").glob(f"*/faketime/{LIBRARY}")):
+    if not can_fake_time():
         pytest.skip("libfaketime is not installed")
     file = tmp_path / "faketime"
     file.write_text("+200s\n")

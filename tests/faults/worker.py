@@ -10,6 +10,7 @@ its own, so that nothing is inherited by accident.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -22,10 +23,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import django
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.models import F
 
 WHO = 0
@@ -512,6 +520,63 @@ def stale_tokens(key: str, rounds: int, seed: int) -> None:
     emit("tried", changed=changed, same=same)
 
 
+def soak(
+    keys: dict[str, int],
+    until: float,
+    seed: int,
+    lease: float,
+    measure: float | None = None,
+) -> None:
+    """Hold keys and write under their guard, whatever happens, until a moment.
+
+    ``keys`` has the account that each guards. From the moment ``measure`` on the memory
+    is told.
+    """
+    from dblocks import LeaseLost
+    from tests.testapp.models import Account
+
+    chance = random.Random(seed)
+    while time.monotonic() < until:
+        if measure is not None and time.monotonic() > measure:
+            emit("memory", kilobytes=memory())
+            measure = None if measure >= until - 1 else until - 1
+        key, account = chance.choice(list(keys.items()))
+        rows = Account.objects.filter(pk=account)
+        committing = False
+        try:
+            with granted(key, chance.choice([0, 0.2, 1.0]), lease=lease) as mine:
+                if mine is None:
+                    continue
+                balance = rows.get().balance
+                time.sleep(chance.uniform(0, 0.1))
+                observe(mine)
+                before = time.monotonic()
+                with transaction.atomic():
+                    rows.update(balance=balance + 1)
+                    mine.guard()
+                    committing = True
+                emit(
+                    "write",
+                    key=key,
+                    token=mine.fencing_token,
+                    before=before,
+                    value=balance + 1,
+                )
+        except LeaseLost as error:
+            emit("refused", key=key, reason=error.reason)
+        except (DatabaseError, InterfaceError) as error:
+            emit("database", key=key, doubt=committing, message=str(error)[:100])
+            connections.close_all()
+            time.sleep(chance.uniform(0, 0.2))
+
+
+def memory() -> int:
+    """Return the kilobytes that this process has in memory."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
@@ -524,6 +589,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         hold,
         hold_the_gil,
         interrupted,
+        soak,
         stale_tokens,
         update,
         wait,
