@@ -6,19 +6,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import clock
 from .backends.base import FOREVER, BaseBackend, Grant, Renewal
 from .waiting import Gate
 
 if TYPE_CHECKING:
-    from .locks import Lease
+    from .leases import Lease
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """How a grant is held; the outermost acquisition's rule. Seconds."""
 
     lease: float

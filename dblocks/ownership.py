@@ -21,7 +21,7 @@ from asgiref.sync import SyncToAsync
 if TYPE_CHECKING:
     from .backends.base import BaseBackend
     from .holds import Hold
-    from .locks import Lease
+    from .leases import Lease
 
 
 class Owner:
