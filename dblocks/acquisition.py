@@ -9,11 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import clock, ownership, signals
-from .arguments import Unset
 from .backends.base import FOREVER, PINNED_GRACE, Grant, Reading, Request
 from .conf import backends
 from .exceptions import LockTimeout
-from .holds import Hold, Terms, registry
+from .holds import Hold, registry
 from .leases import PATIENCE, Lease
 from .renewal import timekeeper
 from .steps import Aside, Call, Pause, Step
@@ -48,13 +47,7 @@ class Acquisition:
         self.backend = backends[lock.backend]
         self.started = clock.monotonic()
         self.give_up = self.started + (FOREVER if timeout is None else timeout)
-        self.terms = self._terms()
-
-    def _terms(self) -> Terms:
-        lock = self.lock
-        lease = self.backend.lease if isinstance(lock.lease, Unset) else lock.lease
-        max_hold = FOREVER if lock.max_hold is None else lock.max_hold
-        return Terms(min(lease, max_hold), lock.renew, max_hold, lock.hold_at_least)
+        self.terms = lock.terms(self.backend)
 
     def lease(self, found: Lease | Reading) -> Lease:
         """Return the lease that was granted, or raise ``LockTimeout``."""

@@ -387,7 +387,6 @@ class Lease:
             self._block = block
         return self
 
-    @sync_only
     def __exit__(
         self,
         exc_type: type[BaseException] | None,

@@ -11,8 +11,9 @@ from asgiref.sync import sync_to_async
 from . import arguments, ownership
 from .acquisition import Acquisition
 from .arguments import UNSET, OnLocked, Unset
-from .backends.base import Reading
+from .backends.base import FOREVER, BaseBackend, Reading
 from .conf import DEFAULT_ALIAS, backends
+from .holds import Terms
 from .leases import Lease, sync_only
 from .steps import arun, run
 
@@ -63,6 +64,7 @@ class Lock:
         self.note = arguments.text("note", note)
         self.backend = arguments.text("backend", backend)
         self._entered: dict[ownership.Owner, list[Lease]] = {}
+        self._terms: tuple[BaseBackend, Terms] | None = None
 
     def __repr__(self) -> str:
         return f"<Lock {self.key!r} backend={self.backend!r}>"
@@ -142,6 +144,17 @@ class Lock:
         reading = backends[self.backend].read(self.literal_key)
         return reading is not None and reading.remaining > 0
 
+    def terms(self, backend: BaseBackend) -> Terms:
+        """How it is held on a backend, whose settings give the defaults."""
+        known = self._terms
+        if known is not None and known[0] is backend:
+            return known[1]
+        lease = backend.lease if isinstance(self.lease, Unset) else self.lease
+        max_hold = FOREVER if self.max_hold is None else self.max_hold
+        terms = Terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
+        self._terms = backend, terms
+        return terms
+
     @property
     def literal_key(self) -> str:
         """The key, if it is not a callable that only a decorator can call."""
@@ -166,11 +179,12 @@ class Lock:
     @sync_only
     def __enter__(self) -> Lease:
         acquisition = self._acquisition(UNSET)
-        lease = acquisition.lease(run(acquisition.steps())).__enter__()
+        lease = acquisition.lease(run(acquisition.steps()))
+        if self.atomic:
+            lease.__enter__()
         self._entered.setdefault(acquisition.me, []).append(lease)
         return lease
 
-    @sync_only
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -199,11 +213,10 @@ class Lock:
 
     def _leave(self) -> Lease:
         entered = self._entered
-        me: ownership.Owner | None = ownership.current()
+        # One alone may be a generator's that another thread or task closes.
+        owners = list(entered)
+        me = owners[0] if len(owners) == 1 else ownership.current()
         if me not in entered:
-            # A generator that another thread or task closes.
-            me = next(iter(entered)) if len(entered) == 1 else None
-        if me is None:
             raise RuntimeError(f"{self!r} is left where it was not entered.")
         lease = entered[me].pop()
         if not entered[me]:
