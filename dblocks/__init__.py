@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .api import distributed_lock, transaction_lock
 from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
-from .locks import Lease, Lock, current_lease
+from .leases import Lease, current_lease
+from .locks import Lock
 from .pessimistic import TransactionLock
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from functools import lru_cache
 
 from django.db import DatabaseError, InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -41,11 +42,14 @@ def name(connection: BaseDatabaseWrapper, key: str) -> str | int:
     server, which must be short and, on MySQL, is not case-sensitive.
     """
     if connection.vendor == "postgresql":
-        digest = hashlib.sha256(b"dblocks\0" + key.encode()).digest()
-        return int.from_bytes(digest[:8], "big", signed=True)
-    database = str(connection.settings_dict["NAME"])
-    digest = hashlib.sha256(f"{database}\0{key}".encode()).digest()
+        return int.from_bytes(_digest("dblocks", key)[:8], "big", signed=True)
+    digest = _digest(str(connection.settings_dict["NAME"]), key)
     return f"dblocks:{digest.hex()[:40]}"
+
+
+@lru_cache(maxsize=1024)
+def _digest(prefix: str, key: str) -> bytes:
+    return hashlib.sha256(f"{prefix}\0{key}".encode()).digest()
 
 
 class Connections:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import clock
@@ -14,22 +14,28 @@ from .backends.base import FOREVER, BaseBackend, Grant, Renewal
 from .waiting import Gate
 
 if TYPE_CHECKING:
-    from .locks import Lease
+    from .leases import Lease
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a grant is held; the outermost acquisition's rule. Seconds."""
+    """How a grant is held; the outermost acquisition's rule. Seconds.
+
+    Attributes:
+        margin: How long before the database's expiry the lease counts as over.
+        interval: Between renewals.
+    """
 
     lease: float
     renew: bool = True
     max_hold: float = FOREVER
     hold_at_least: float = 0.0
+    margin: float = field(init=False)
+    interval: float = field(init=False)
 
-    @property
-    def interval(self) -> float:
-        """Seconds between renewals."""
-        return (self.lease - margin(self.lease)) / 3
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "margin", margin(self.lease))
+        object.__setattr__(self, "interval", (self.lease - self.margin) / 3)
 
 
 def margin(lease: float) -> float:
@@ -83,7 +89,7 @@ class Hold:
         self.closed = False
         self.mutex = threading.RLock()
         self.callbacks: list[tuple[weakref.ref[Lease], Callable[[Any], object]]] = []
-        self.deadline = started + terms.lease - margin(terms.lease)
+        self.deadline = started + terms.lease - terms.margin
         self.renew_at = started + terms.interval if terms.renew else float("inf")
 
     def renewal(self, lease: float | None = None) -> Renewal:

@@ -872,7 +872,8 @@ def read_all(
         "key", *_READING, SecondsUntil("expires_at")
     )
     query = rows.query.get_compiler(connection=connection).as_sql()
-    with Statement(*query).execute(connection, {}) as cursor:
+    with connection.cursor() as cursor:
+        cursor.execute(*query)
         return {key: _reading(row) for key, *row in cursor.fetchall()}
 
 

@@ -21,7 +21,7 @@ from asgiref.sync import SyncToAsync
 if TYPE_CHECKING:
     from .backends.base import BaseBackend
     from .holds import Hold
-    from .locks import Lease
+    from .leases import Lease
 
 
 class Owner:
@@ -87,7 +87,7 @@ def current() -> Owner:
         if owner is None:
             owner = _tasks[task] = Owner(task.get_name())
         return owner
-    if hasattr(SyncToAsync.threadlocal, "task_context"):
+    if "task_context" in SyncToAsync.threadlocal.__dict__:
         called = _asgiref_call()
         if called is not None:
             return called

@@ -7,6 +7,7 @@ values go, and kept for the life of the process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -35,30 +36,47 @@ class Slot(Expression):
 
 
 class Statement:
-    """Compiled SQL with slots."""
+    """Compiled SQL with slots; constants stand in its text."""
 
-    __slots__ = ("_constants", "_names", "sql")
+    __slots__ = ("_names", "sql")
 
     def __init__(self, sql: str, params: Any) -> None:
-        self.sql = sql
+        pieces = _PLACEHOLDER.split(sql)
+        self.sql = pieces[0]
         self._names: list[str] = []
-        self._constants: dict[str, Any] = {}
-        for number, param in enumerate(params):
+        for param, piece in zip(params, pieces[1:], strict=True):
             if isinstance(param, Slot):
                 self._names.append(param.name)
-            else:
-                self._names.append(f"#{number}")
-                self._constants[f"#{number}"] = param
+            self.sql += _literal(param) + piece
 
     def execute(
         self, connection: BaseDatabaseWrapper, values: dict[str, Any]
     ) -> CursorWrapper:
         """Run it on a connection and return the cursor; the caller closes it."""
-        if self._constants:
-            values = {**self._constants, **values}
         cursor = connection.cursor()
         cursor.execute(self.sql, [values[name] for name in self._names])
         return cursor
+
+
+_PLACEHOLDER = re.compile(r"(?<!%)%s")
+
+
+def _literal(param: object) -> str:
+    """Return what stands for a parameter in the text of a statement."""
+    if isinstance(param, Slot):
+        return "%s"
+    if param is None:
+        return "NULL"
+    if param == "":
+        return "''"
+    if isinstance(param, bool):
+        return str(param).upper()
+    # psycopg's own types among them are printed with their names.
+    if isinstance(param, int):
+        return str(int(param))
+    if isinstance(param, float):
+        return repr(float(param))
+    raise TypeError(f"{param!r} can't be kept in a statement: give it a slot.")
 
 
 _kinds: dict[tuple[object, ...], str] = {}

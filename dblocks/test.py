@@ -15,12 +15,15 @@ from django.db import DatabaseError, InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from . import arguments, clock, ownership, transactions
+from .acquisition import Acquisition
 from .arguments import UNSET, Unset
 from .backends.database import DatabaseBackend
 from .backends.locmem import LocMemBackend
 from .conf import DEFAULT_ALIAS, backends
-from .locks import Lease, Lock, _run, _sync_only
+from .leases import Lease, sync_only
+from .locks import Lock
 from .renewal import timekeeper
+from .steps import run
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
@@ -67,26 +70,25 @@ class hold_elsewhere:
         self._leases: list[Lease] = []
 
     def _enter(self) -> Lease:
-        lease = self._lock._or_timeout(
-            _run(self._lock._acquiring(self._owner, 0.0)), 0.0
-        )
+        acquisition = Acquisition(self._lock, self._owner, 0.0)
+        lease = acquisition.lease(run(acquisition.steps()))
         self._leases.append(lease)
         return lease
 
     def _exit(self, exc: BaseException | None) -> None:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
-            self._leases.pop()._release()
+            self._leases.pop().release_now()
         except (DatabaseError, InterfaceError):
             # The block may have broken the test's transaction: its error counts.
             if exc is None:
                 raise
 
-    @_sync_only
+    @sync_only
     def __enter__(self) -> Lease:
         return self._enter()
 
-    @_sync_only
+    @sync_only
     def __exit__(
         self,
         exc_type: type[BaseException] | None,

@@ -129,7 +129,9 @@ def _connection(alias: str, *, writes: bool) -> BaseDatabaseWrapper:
             "transaction. Take the lock before the transaction, or keep the locks in "
             'a database file of their own (OPTIONS={"using": …}).'
         )
-    if not connection.get_autocommit():
+    if connection.connection is None:
+        connection.ensure_connection()
+    if not connection.autocommit:
         raise TransactionManagementError(
             f"Autocommit is off on the database {alias!r} without atomic(): a lock "
             f"operation would join that transaction. Use transaction.atomic()."
@@ -180,8 +182,8 @@ def run(
             logger.debug("repeating database=%s error=%s", alias, error)
             time.sleep(random.uniform(0.005, 0.03))
         finally:
-            outside = not connections[alias].in_atomic_block
-            if outside and connection is _thread.beside.get(alias):
+            beside = _thread.beside and connection is _thread.beside.get(alias)
+            if beside and not connections[alias].in_atomic_block:
                 _discard(alias)
 
 
@@ -198,8 +200,10 @@ def warn_of_snapshot(alias: str) -> None:
 
     What such a transaction read before the lock was taken stays as old as that.
     """
+    if alias in _snapshots_warned or alias not in _thread.beside:
+        return
     connection = connections[alias]
-    if alias in _snapshots_warned or not in_transaction(connection):
+    if not in_transaction(connection):
         return
     level: Any = getattr(connection, "isolation_level", None)
     if connection.vendor == "mysql":

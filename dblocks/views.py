@@ -22,7 +22,7 @@ from django.views import View
 
 from . import transactions
 from .exceptions import LockTimeout
-from .locks import Lease
+from .leases import Lease
 
 TEMPLATE = "423.html"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import factory
+from django.db import OperationalError
 from django.db.models import QuerySet
 
 from dblocks.models import DistributedLock
@@ -73,8 +75,18 @@ class AccountFactory(factory.django.DjangoModelFactory):
 
 
 def stored(key: str) -> DistributedLock:
-    """Return the row as it stands in the table."""
-    return DistributedLock.objects.get(pk=key)
+    """Return the row as it stands in the table.
+
+    A SQLite database in memory refuses to read a table that another thread writes.
+    """
+    patience = time.monotonic() + 5
+    while True:
+        try:
+            return DistributedLock.objects.get(pk=key)
+        except OperationalError as error:
+            if "table is locked" not in str(error) or time.monotonic() > patience:
+                raise
+            time.sleep(0.005)
 
 
 def let_expire(key: str) -> None:

@@ -140,7 +140,8 @@ def test_a_thousand_cancellations(
         for _ in range(5):
             async with lock():
                 pass
-        pace = (time.monotonic() - started) / 5
+        # At its slowest what leaves time for 25 rounds.
+        pace = min((time.monotonic() - started) / 5, 0.03)
         while cancelled < 1000:
             await round_of(40)
         for name in keys:

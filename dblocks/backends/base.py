@@ -37,7 +37,7 @@ class Grant(NamedTuple):
     version: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Request:
     """What an owner asks for. Durations are seconds.
 

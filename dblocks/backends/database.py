@@ -77,7 +77,8 @@ class DatabaseBackend(BaseBackend):
             )
 
         def take(connection: BaseDatabaseWrapper, doubtful: bool) -> Any:
-            _catch_up(connection)
+            if connection.in_atomic_block:
+                _catch_up(connection)
             if request.at_once and connection.vendor == "sqlite":
                 # Its one writer may be at work for long; who is refused and won't
                 # wait is told by reading.
@@ -98,8 +99,8 @@ class DatabaseBackend(BaseBackend):
                 reenter=request.reenter or doubtful,
             )
 
-        transactions.warn_of_snapshot(using)
         row = transactions.run(using, take, patience=patience)
+        transactions.warn_of_snapshot(using)
         if isinstance(row, Reading):
             return row
         return Grant(request.key, request.owner, models.version_of(row))
@@ -132,7 +133,8 @@ class DatabaseBackend(BaseBackend):
         models = self._table
 
         def release(connection: BaseDatabaseWrapper, doubtful: bool) -> bool:
-            _catch_up(connection)
+            if connection.in_atomic_block:
+                _catch_up(connection)
             if doubtful and count is None:
                 # Counting down twice would free the lock under a co-owner.
                 raise DatabaseError(

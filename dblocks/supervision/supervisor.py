@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..locks import Lease
+from ..leases import Lease
 from .group import Group, Sentinel, StartError, exit_status, orphans_adopted
 from .sentinel import now
 from .signals import Signals

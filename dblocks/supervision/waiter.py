@@ -13,9 +13,11 @@ from typing import Any
 from django.db import connections
 
 from .. import ownership
+from ..acquisition import Acquisition
 from ..backends.base import Reading
-from ..locks import Lease, Lock, Step
-from ..locks import _run as run_steps
+from ..leases import Lease
+from ..locks import Lock
+from ..steps import Step, run
 
 
 class _CalledOff(Exception):
@@ -81,9 +83,9 @@ class Waiter(threading.Thread):
             self._wake()
 
     def _acquire(self) -> None:
-        steps = self._lock._acquiring(self._owner, self._timeout)
+        steps = Acquisition(self._lock, self._owner, self._timeout).steps()
         try:
-            found = run_steps(self._watched(steps))
+            found = run(self._watched(steps))
         except _CalledOff:
             return
         self._end(found)

@@ -1,0 +1,273 @@
+"""How a lock is acquired: who asks the database when, and what a grant becomes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import clock, ownership, signals
+from .backends.base import FOREVER, PINNED_GRACE, Grant, Reading, Request
+from .conf import backends
+from .exceptions import LockTimeout
+from .holds import Hold, registry
+from .leases import PATIENCE, Lease
+from .renewal import timekeeper
+from .steps import Aside, Call, Pause, Step
+from .waiting import Gate, GateClosed, Line, Place, lines
+
+if TYPE_CHECKING:
+    from .locks import Lock
+
+logger = logging.getLogger("dblocks")
+
+MAX_PAUSE = 5.0
+"""Seconds after which one that stands in line looks whether it is first."""
+
+LONG_WAIT = 1.0
+"""Seconds after which a wait is worth a line in the log."""
+
+Steps = Generator[Step, Any, Lease | Reading]
+
+
+class Acquisition:
+    """One owner's attempt to get a key, until it has it or its time is over.
+
+    Args:
+        timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
+    """
+
+    def __init__(self, lock: Lock, me: ownership.Owner, timeout: float | None) -> None:
+        self.lock = lock
+        self.me = me
+        self.timeout = timeout
+        self.key = lock.literal_key
+        self.backend = backends[lock.backend]
+        self.started = clock.monotonic()
+        self.give_up = self.started + (FOREVER if timeout is None else timeout)
+        self.terms = lock.terms(self.backend)
+
+    def lease(self, found: Lease | Reading) -> Lease:
+        """Return the lease that was granted, or raise ``LockTimeout``."""
+        if isinstance(found, Lease):
+            return found
+        raise LockTimeout(
+            self.key,
+            timeout=self.timeout,
+            holder=found.holder,
+            note=found.note,
+            acquired_at=found.acquired_at,
+            retry_after=found.remaining,
+        )
+
+    def steps(self) -> Steps:
+        """Acquire in steps; the result is the lease, or who has the key instead."""
+        seen: Reading | None = None
+        if self._is_next():
+            found = yield Call(self._attempt)
+            if isinstance(found, Lease):
+                return found
+            seen = found
+        line, place = lines.join(self.backend, self.key)
+        try:
+            return (yield from self._stand_in_line(line, place, seen))
+        finally:
+            lines.leave(self.backend, self.key, place)
+
+    def _is_next(self) -> bool:
+        """Tell whether it needn't stand behind those of this process that wait.
+
+        They may be waiting for this owner itself, or there may be none.
+        """
+        return (
+            not lines.waiting(self.backend, self.key)
+            or self.timeout == 0
+            or self.lock.owner is not None
+            or (self.backend, self.key) in self.me.holds
+            or not self.backend.can_write()
+        )
+
+    def _stand_in_line(self, line: Line, place: Place, seen: Reading | None) -> Steps:
+        while not line.is_first(place) and clock.monotonic() < self.give_up:
+            yield Pause(place, min(self.give_up - clock.monotonic(), MAX_PAUSE))
+        if seen is None and not line.is_first(place):
+            # Its time is over: what the first has seen holds for all.
+            seen = line.last_seen()
+        if seen is None:
+            found: Lease | Reading = yield Call(self._attempt)
+            if isinstance(found, Lease):
+                return found
+            seen = found
+        gate: Gate | None = None
+        if line.is_first(place):
+            # In the thread whose connection tells whether there may be one.
+            gate = yield Call(partial(self.backend.gate, self.key))
+        try:
+            found = yield from self._look(line, place, seen, gate)
+            if isinstance(found, Lease) and found.take_gate(gate):
+                gate = None
+            return found
+        finally:
+            if gate is not None:
+                gate.leave()
+
+    def _look(
+        self, line: Line, place: Place, seen: Reading, gate: Gate | None
+    ) -> Steps:
+        """Look at the row until it is free and the attempt succeeds."""
+        line.saw(seen)
+        delays = self.backend.pauses(self.key, alone=gate is not None)
+        told = False
+        while True:
+            now = clock.monotonic()
+            # Free, but not to be had, perhaps for an instant only.
+            until = self.give_up
+            if seen.remaining <= 0:
+                until = max(until, self.started + PINNED_GRACE)
+            if now >= until:
+                self._timed_out(seen, now - self.started)
+                return seen
+            if not told and now - self.started > LONG_WAIT:
+                told = True
+                logger.info("waiting key=%r holder=%s", self.key, seen.holder)
+            if gate is not None and not gate.held:
+                try:
+                    yield Aside(partial(gate.enter, until - now))
+                except GateClosed:
+                    gate = None
+                    delays = self.backend.pauses(self.key, alone=False)
+            else:
+                delay = min(next(delays), until - now)
+                if seen.remaining > 0:
+                    delay = min(delay, seen.remaining)
+                yield Pause(place, delay)
+            seen = (yield Call(partial(self.backend.read, self.key))) or Reading()
+            line.saw(seen)
+            if seen.remaining > 0 and seen.owner != self.lock.owner:
+                continue
+            queued = gate is not None and gate.held
+            found = yield Call(partial(self._attempt, queued))
+            if isinstance(found, Lease):
+                return found
+            seen = found
+
+    def _timed_out(self, seen: Reading, waited: float) -> None:
+        from .locks import Lock
+
+        signals.lock_timed_out.send_robust(
+            sender=Lock,
+            key=self.key,
+            backend=self.backend.alias,
+            waited=waited,
+            holder=seen.holder,
+            note=seen.note,
+            retry_after=max(0.0, seen.remaining),
+        )
+
+    # One attempt
+
+    def _attempt(self, queued: bool = False) -> Lease | Reading:
+        """Ask for the key once.
+
+        Args:
+            queued: The key's gate is this one's.
+        """
+        hold = self._own_hold()
+        reentered = hold is not None
+        if hold is not None and not self.backend.can_write():
+            lease = Lease(self.lock, hold, self.me, counted=False)
+        else:
+            sent = clock.monotonic()
+            patience = max(self.give_up - sent, PATIENCE)
+            request = self._request(hold, queued)
+            found = self.backend.try_acquire(request, patience)
+            if isinstance(found, Reading):
+                if hold is None:
+                    return found
+                reason = found.reason_for(hold.grant)
+                if reason is not None:
+                    hold.lose(reason)
+                    return found
+                # Still ours; a guard of our own transaction has it pinned.
+                lease = Lease(self.lock, hold, self.me, counted=False)
+            else:
+                lease = self._granted(found, sent, hold)
+                reentered = hold is not None and lease.belongs_to(hold)
+        self.me.add(lease)
+        self._tell_acquired(lease, reentered)
+        return lease
+
+    def _own_hold(self) -> Hold | None:
+        if self.lock.owner is None:
+            hold = self.me.holds.get((self.backend, self.key))
+        else:
+            hold = registry.find(self.backend, self.key, self.lock.owner)
+        return hold if hold is not None and hold.is_live() else None
+
+    def _request(self, hold: Hold | None, queued: bool) -> Request:
+        terms, explicit = self.terms, self.lock.owner
+        if hold is not None:
+            owner = hold.grant.owner
+        else:
+            owner = explicit or os.urandom(16).hex()
+        return Request(
+            key=self.key,
+            owner=owner,
+            lease=terms.lease,
+            max_hold=terms.max_hold if hold is None else hold.terms.max_hold,
+            holder=ownership.holder(self.me),
+            note=self.lock.note,
+            count=None if explicit else 1 if hold is None else hold.leases + 1,
+            queued=queued,
+            reenter=hold is not None or explicit is not None,
+            at_once=self.timeout == 0,
+        )
+
+    def _granted(self, grant: Grant, sent: float, hold: Hold | None) -> Lease:
+        lock, backend, terms = self.lock, self.backend, self.terms
+        with registry.mutex:
+            if lock.owner is not None:
+                hold = registry.find(backend, grant.key, lock.owner)
+            if hold is not None and hold.grant != grant:
+                hold.lose("expired")
+                hold = None
+            if hold is not None and hold.extend(sent, terms.lease):
+                return Lease(lock, hold, self.me, counted=True)
+            hold = Hold(
+                backend, grant, terms, sent, explicit=bool(lock.owner), note=lock.note
+            )
+            hold.test_connection = backend.test_connection()
+            lease = Lease(lock, hold, self.me, counted=True)
+            if lock.owner is not None:
+                registry.add(hold)
+            else:
+                self.me.holds[backend, grant.key] = hold
+        timekeeper.add(hold)
+        return lease
+
+    def _tell_acquired(self, lease: Lease, reentered: bool) -> None:
+        waited = clock.monotonic() - self.started
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "acquired key=%r backend=%s owner=%s fencing_token=%s waited=%.3f",
+                self.key,
+                self.backend.alias,
+                lease.owner,
+                lease.fencing_token,
+                waited,
+            )
+        if signals.lock_acquired.receivers:
+            from .locks import Lock
+
+            signals.lock_acquired.send_robust(
+                sender=Lock,
+                key=self.key,
+                backend=self.backend.alias,
+                owner=lease.owner,
+                fencing_token=lease.fencing_token,
+                waited=waited,
+                reentered=reentered,
+                lease=lease,
+            )
