@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "release before the commit",
-        "locks.py",
+        "leases.py",
         "        if self.lost_reason is None and transactions.transaction_is_open():",
         "        if False:",
         ("tests/test_transactions.py::test_release_waits_for_the_end",),
@@ -221,9 +221,9 @@ MUTANTS = [
     ),
     Mutant(
         "the lease counts from the answer",
-        "locks.py",
-        "lease = self._granted(backend, found, terms, sent, hold, me)",
-        "lease = self._granted(backend, found, terms, clock.monotonic(), hold, me)",
+        "acquisition.py",
+        "lease = self._granted(found, sent, hold)",
+        "lease = self._granted(found, clock.monotonic(), hold)",
         ("tests/faults/test_late_answers.py::test_answer_to_an_acquire",),
         quick=POSTGRESQL,
     ),
