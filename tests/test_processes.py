@@ -77,6 +77,16 @@ def test_renewal_in_another_process(workers: Workers, key: str) -> None:
     holder.until_done()
 
 
+def test_renewal_beside_busy_writers(workers: Workers, key: str) -> None:
+    """A lease is renewed however busy others keep the database."""
+    with distributed_lock(key, lease=1.8) as lease:
+        toilers = [{"key": f"{key}:{n}", "seconds": 3} for n in range(3)]
+        busy = workers.start_all("toil", toilers)
+        always(lambda: lease.held, during=3, what="held")
+        for worker in busy:
+            worker.until_done()
+
+
 def test_killed_holder(workers: Workers, key: str) -> None:
     """After kill -9 the next waiter has the key after the lease, not before."""
     holder = workers.start("hold", key=key, lease=1)

@@ -75,6 +75,17 @@ def race(key: str, **options: Any) -> None:
         lease.release()
 
 
+def toil(key: str, seconds: float) -> None:
+    """Lock and release without a pause."""
+    from dblocks import distributed_lock
+
+    until = time.monotonic() + seconds
+    lock = distributed_lock(key, timeout=seconds)
+    while time.monotonic() < until:
+        with lock:
+            pass
+
+
 def count(key: str, account: int, rounds: int, **options: Any) -> None:
     """Add one to a balance, by a plain read and a plain write under the lock."""
     from dblocks import distributed_lock
@@ -138,7 +149,15 @@ def add_under_guard(key: str, account: int, **options: Any) -> None:
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
-    for program in (hold, attempt, race, count, add_in_atomic_block, add_under_guard)
+    for program in (
+        hold,
+        attempt,
+        race,
+        toil,
+        count,
+        add_in_atomic_block,
+        add_under_guard,
+    )
 }
 
 

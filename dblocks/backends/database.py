@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -254,12 +256,22 @@ class _DatabaseRenewalSession(RenewalSession):
         if self._connection is None:
             options = _SHORT_WAITS.get(connections[self._using].vendor, {})
             self._connection = transactions.separate_connection(self._using, **options)
-        try:
-            return _renew(self._connection, renewals)
-        except Exception as error:
-            if not transactions.is_transient(self._connection, error):
-                self.close()
-            raise
+            if self._connection.vendor == "sqlite":
+                self._connection.settings_dict["OPTIONS"]["timeout"] = 0
+        connection = self._connection
+        give_up = time.monotonic() + _SQLITE_PATIENCE
+        while True:
+            try:
+                return _renew(connection, renewals)
+            except Exception as error:
+                if not transactions.is_transient(connection, error):
+                    self.close()
+                    raise
+                if connection.vendor != "sqlite" or time.monotonic() >= give_up:
+                    raise
+                # SQLite's own wait looks ever more seldom, ten times a second in the
+                # end, and never finds the gap between two writers at work.
+                time.sleep(random.uniform(0.001, 0.005))
 
     def close(self) -> None:
         if self._connection is not None:
@@ -267,6 +279,9 @@ class _DatabaseRenewalSession(RenewalSession):
             self._connection = None
         connections.close_all()
 
+
+_SQLITE_PATIENCE = 1.0
+"""Seconds for which a renewal tries to get at SQLite's one writer's lock."""
 
 # Seconds after which a renewal thread gives a silent server up and connects anew.
 _SHORT_WAITS: dict[str, dict[str, object]] = {
