@@ -287,7 +287,8 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
         *("--rootdir", str(copy), *mutant.tests),
     ]
     environment = {**os.environ, "DATABASE_URL": url(folder), "DBLOCKS_FAULTS": ""}
-    environment.pop("LOCKS_DATABASE_URL", None)
+    for name in ("LOCKS_DATABASE_URL", "DBLOCKS_FAULTS_FIGURES"):
+        environment.pop(name, None)
     # Else an installed package might be found in place of the copy.
     environment["PYTHONPATH"] = str(copy)
     # Not a pipe: a stopped child of the tests would keep it open.

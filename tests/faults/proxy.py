@@ -40,8 +40,7 @@ class Proxy:
         self.swallow = False
         #: Seconds, from and to, for which each piece is late.
         self.delay = (0.0, 0.0)
-        #: How likely a connection is reset while it is made, and each request that
-        #: contains ``after`` resets its connection instead.
+        #: How likely a request that contains ``after`` resets its connection instead.
         self.resets = 0.0
         #: How many of the next answers to something that contains ``after`` are lost.
         self.lose_replies = 0
@@ -88,8 +87,6 @@ class Proxy:
             except (OSError, ValueError):
                 return
             link = _Link(client)
-            if self.resets and self._chance.random() < self.resets:
-                link.doomed = self._chance.randint(1, 8)
             with self._mutex:
                 self._links.add(link)
             self._start(self._serve, link)
@@ -133,10 +130,8 @@ class Proxy:
             until = time.monotonic() + self._chance.uniform(*self.delay)
             while time.monotonic() < until and not self._closed:
                 time.sleep(min(0.02, max(0.0, until - time.monotonic())))
-        link.doomed -= 1
         asks = source is link.client and self.after in data
-        refused = self.resets and asks and self._chance.random() < self.resets
-        if refused or link.doomed == 0:
+        if asks and self._chance.random() < self.resets:
             self.reset += 1
             link.broken = True
             return False
@@ -161,8 +156,6 @@ class _Link:
         self.server = client
         self.asked = False
         self.broken = False
-        #: After how many more pieces it is reset; never at 0 and below.
-        self.doomed = 0
 
     @property
     def sockets(self) -> list[socket.socket]:

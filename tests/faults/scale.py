@@ -19,6 +19,11 @@ SEED = int(
 SHARE = float(os.environ.get("DBLOCKS_FAULTS_SHARE") or 1.0)
 
 
+def pick(quick: N, full: N) -> N:
+    """Return what this run has in place of the other; ``--duration`` keeps it."""
+    return full if FULL else quick
+
+
 def counts(quick: N, full: N) -> N:
     """Return the count for this run."""
     if not FULL:

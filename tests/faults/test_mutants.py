@@ -57,7 +57,7 @@ def test_mutant_dies(
     """A lock without this condition turns the tests red."""
     output = verdict(mutant)
     assert output is None, f"{mutant.name} survives\n{output}"
-    figures["killed"] = mutant.name
+    figures["killed"] = 1
 
 
 @pytest.mark.skipif(not FULL, reason="the tests themselves pass every day")

@@ -16,7 +16,7 @@ from tests.factories import stored
 from tests.faults.crew import Crew
 from tests.faults.history import check, report
 from tests.faults.proxy import Proxy
-from tests.faults.scale import FULL, SEED, counts
+from tests.faults.scale import FULL, SEED, counts, pick
 from tests.timing import DEADLINE, always, eventually
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_black_hole_for_ever(
 ) -> None:
     """F10, I5: the loss is known by the deadline while the socket hangs."""
     backend, length, lates = distant(), 1.2, []
-    for number in range(counts(2, 50)):
+    for number in range(counts(2, 30)):
         name = f"{key}:{number}"
         proxy.swallow = False
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
@@ -149,7 +149,7 @@ def test_short_black_hole(
 ) -> None:
     """F10: half a lease without a network is no loss; two leases are, for ever."""
     backend = distant()
-    for number in range(counts(1, 20)):
+    for number in range(counts(1, 10)):
         name, length = f"{key}:{number}", 3.0
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
         end = stored(name).expires_at
@@ -157,7 +157,7 @@ def test_short_black_hole(
         eventually(lambda name=name, end=end: stored(name).expires_at > end)
         assert lease.held
         assert lease.release()
-    for number in range(counts(1, 20)):
+    for number in range(counts(1, 10)):
         name, length = f"{key}:long:{number}", 1.0
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
         swallow(proxy, 2 * length)
@@ -168,7 +168,7 @@ def test_short_black_hole(
             assert next_one.fencing_token > lease.fencing_token
             assert lease.release() is False
         connections["distant"].close()
-    figures["half a lease"] = figures["two leases"] = counts(1, 20)
+    figures["half a lease"] = figures["two leases"] = counts(1, 10)
 
 
 def swallow(proxy: Proxy, seconds: float) -> None:
@@ -198,6 +198,7 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
                 "until": until,
                 "seed": SEED + n,
                 "timeout": 1.0,
+                "stubborn": True,
             }
             for n in range(3)
         ],
@@ -219,6 +220,10 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
     slow = [seconds for seconds in left if due - seconds > length / 3]
     figures |= {"sessions killed": killed, "leases lost": len(lost)}
     figures |= {"renewals": len(left), "recovered late": len(slow)}
+    # A session that ends while it is being made is an error; one at work is replaced.
+    errors = [told for told in crew.told() if told["event"] == "database"]
+    figures["ended while connecting"] = len(errors)
+    assert all(told["connecting"] for told in errors), errors
     assert killed >= counts(3, 500)
     assert left
     assert len(slow) <= counts(1, 0.01 * len(left))
@@ -232,20 +237,21 @@ def test_slow_network_that_resets(
     proxy: Proxy, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F11: latency and resets are no loss while a lease is long enough."""
-    length = counts(5.0, 10.0)
-    proxy.delay = (0.1, 0.3) if FULL else (0.05, 0.1)
+    length = pick(5.0, 10.0)
+    # Of each way, so that a round trip takes 100 to 300 ms.
+    proxy.delay = pick(0.025, 0.05), pick(0.05, 0.15)
     crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-    until = time.monotonic() + counts(6.0, 150.0)
+    until = time.monotonic() + counts(6.0, 75.0)
     holders = crew.fork_all(
         "hold",
         [
             {"key": f"{key}:{n}", "until": until, "lease": length, "timeout": 5}
-            for n in range(counts(3, 10))
+            for n in range(pick(3, 10))
         ],
     )
     for holder in holders:
         holder.expect("grant", within=30)
-    # Of the connections that are made, and of the requests about locks.
+    # Of the requests about locks.
     proxy.resets, proxy.after = 0.05, b"dblocks_"
     crew.until(lambda: all(h.ended for h in holders), counts(40.0, 200.0), "the end")
     lost = [told for told in crew.told() if told["event"] == "lost"]

@@ -19,7 +19,7 @@ from tests.faults.clocks import can_fake_time, faketime
 from tests.faults.crew import Crew, Member
 from tests.faults.history import Event, check, report
 from tests.faults.proxy import Proxy
-from tests.faults.scale import FULL, SEED, counts
+from tests.faults.scale import FULL, SEED, counts, pick
 from tests.testapp.models import Account
 from tests.timing import DEADLINE, SLACK, eventually
 
@@ -59,9 +59,9 @@ class Weather:
         if self._place.proxy is not None:
             faults += [self.end_session] * 2
             faults += [self.swallow, self.slow_down, self.lose_a_reply]
-        next_crash = time.monotonic() + counts(2.0, 15.0)
+        next_crash = time.monotonic() + pick(2.0, 15.0)
         while time.monotonic() < until:
-            crew.take_in(wait=self._chance.uniform(0.05, counts(0.3, 0.6)))
+            crew.take_in(wait=self._chance.uniform(0.05, pick(0.3, 1.0)))
             self.clear_up()
             self._chance.choice(faults)(crew)
             if self._place.server is not None and time.monotonic() > next_crash:
@@ -115,7 +115,7 @@ class Weather:
 
     def swallow(self, crew: Crew) -> None:
         """F10: nothing passes for a while, and nothing is closed."""
-        self.begin("swallow", True, self._chance.uniform(0.2, 2.0) * LEASE)
+        self.begin("swallow", True, self._chance.uniform(0.2, 1.5) * LEASE)
 
     def slow_down(self, crew: Crew) -> None:
         """F11: answers are late, and connections are reset."""
@@ -196,13 +196,13 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
         config = connections.settings[place.alias]
         database = {name: config[name] for name in names}
         database["PORT"] = str(place.proxy.port)
-    rows = [AccountFactory.build() for _ in range(counts(8, 50))]
+    rows = [AccountFactory.build() for _ in range(pick(8, 50))]
     accounts = Account.objects.using(place.alias)
     accounts.bulk_create(rows)
     ids = list(accounts.order_by("pk").values_list("pk", flat=True))
     keys = {f"{key}:{number}": pk for number, pk in enumerate(ids)}
-    length = counts(6.0, 240.0)
-    start = time.monotonic() + counts(0.0, 5.0)
+    length = max(pick(6.0, 30.0), counts(6.0, 180.0))
+    start = time.monotonic() + pick(0.0, 5.0)
     work = {"keys": keys, "until": start + length, "lease": LEASE}
     weather = Weather(place, work)
     crew.database = database
@@ -213,10 +213,10 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
         strange.database = database
         crews.append(strange)
     try:
-        weather.hire(crew, counts(4, 12))
-        weather.hire(crew, counts(1, 4), measure=start + length / 3)
+        weather.hire(crew, pick(4, 12))
+        weather.hire(crew, pick(1, 4), measure=start + length / 3)
         for strange in crews[1:]:
-            weather.hire(strange, counts(1, 4), measure=start + length / 3)
+            weather.hire(strange, pick(1, 4), measure=start + length / 3)
         weather.pass_over(crew, start + length - 2)
         for each in crews:
             mine = [m for m in weather.members if m.crew is each and not m.ended]

@@ -108,7 +108,9 @@ def contend(
                         observe(lease)
                         granted_times += 1
             except DatabaseError:
-                emit("database", key=key)
+                trace = traceback.format_exc()
+                connecting = "in get_new_connection" in trace
+                emit("database", connecting=connecting, trace=trace[-1500:])
                 time.sleep(0.05)
                 connections.close_all()
             continue
