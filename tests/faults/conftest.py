@@ -83,7 +83,9 @@ def versions() -> str:
     else:
         number = connection.pg_version
         database = f"PostgreSQL {number // 10000}.{number % 10000}"
-    return f"{database}, Django {django.__version__}, Python {platform.python_version()}"
+    return (
+        f"{database}, Django {django.__version__}, Python {platform.python_version()}"
+    )
 
 
 @pytest.fixture

@@ -63,7 +63,11 @@ def table(known: dict[str, Any]) -> str:
             f"seed {run['seed']}, {run['minutes']} minutes."
         )
     titles = [TITLES[engine] for engine in engines]
-    lines += ["", "| | " + " | ".join(titles) + " |", "| --- " * (len(titles) + 1) + "|"]
+    lines += [
+        "",
+        "| | " + " | ".join(titles) + " |",
+        "| --- " * (len(titles) + 1) + "|",
+    ]
     faults = {fault for engine in engines for fault in known[engine]["faults"]}
     for fault in sorted(faults, key=order):
         cells = [cell(known[engine]["faults"].get(fault)) for engine in engines]

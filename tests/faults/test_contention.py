@@ -222,8 +222,8 @@ def test_isolation_levels(
     assert figures["grants"]
 
 
-#: Statements a second and waiting process. It looks twice in each slice of its queueing;
-#: one of all, which has the gate, looks more often.
+#: Statements a second and waiting process. It asks twice in each slice of queueing;
+#: one of all, which has the gate, asks more often.
 WAITERS_STATEMENTS = 8.0
 
 
@@ -260,7 +260,10 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
     told = [member.expect("statements") for member in members]
     rates = [row["count"] / row["seconds"] for row in told]
     mean = sum(rates) / len(rates)
-    figures |= {"waiters": served, "statements a second and process (mean)": round(mean, 1)}
+    figures |= {
+        "waiters": served,
+        "statements a second and process (mean)": round(mean, 1),
+    }
     if connection.vendor != "sqlite" and FULL:
         assert mean <= WAITERS_STATEMENTS
 

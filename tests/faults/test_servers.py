@@ -73,9 +73,7 @@ def test_server_killed(
         connections["private"].close()
         downtimes.append(time.monotonic() - down)
         before, up = grants(), time.monotonic()
-        crew.until(
-            lambda before=before: grants() > before + 20, DEADLINE, "work again"
-        )
+        crew.until(lambda before=before: grants() > before + 20, DEADLINE, "work again")
         recoveries.append(time.monotonic() - up)
     lost = [told for told in crew.told() if told["event"] == "lost"]
     faults = check(crew.history())

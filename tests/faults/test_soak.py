@@ -237,7 +237,7 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
     # Two that wrote the same value had read the same one: one of them is lost.
     assert not [write for write, times in writes.items() if times > 1]
     balances = dict(accounts.filter(pk__in=ids).values_list("pk", "balance"))
-    highest = {pk: 0 for pk in ids}
+    highest = dict.fromkeys(ids, 0)
     for (name, value), _ in writes.items():
         highest[keys[name]] = max(highest[keys[name]], value)
     assert all(balances[pk] >= highest[pk] for pk in ids)
