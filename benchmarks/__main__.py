@@ -111,8 +111,10 @@ def measure(server: str, names: list[str], how: Scale) -> ServerReport:
             found: ServerReport = mine.recv()
         except EOFError:
             found = ServerReport(faults=["The measuring process ended early."])
-        finally:
+        except BaseException:
             process.terminate()
+            raise
+        finally:
             process.join()
         return found
 

@@ -239,7 +239,9 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
     faults: list[str] = []
     for number in range(scale.runs):
         for contender in everybody if number % 2 == 0 else everybody[::-1]:
-            grants = play_ping_pong(contender, scale.hand_offs)
+            grants = play_ping_pong(
+                contender, scale.hand_offs, seconds=2 * scale.contend
+            )
             times[contender.name].append(history.hand_offs(grants))
             if contender is contenders.DBLOCKS and history.overlaps(grants):
                 faults.append("hand-off: overlaps")
@@ -271,23 +273,18 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
     return result
 
 
-def play_ping_pong(contender: Contender, rounds: int) -> list[Grant]:
+def play_ping_pong(
+    contender: Contender, rounds: int, seconds: float
+) -> list[Grant]:
     """Let two processes hand a key to each other; one waits whenever one holds."""
-    ends = crew.pipe()
-    barrier = crew.barrier(2)
     key = uuid4().hex
+    shared = {"contender": contender, "key": key, "rounds": rounds, "seconds": seconds}
+    barrier = crew.barrier(2)
     sides = crew.run(
         _ping_pong,
         [
-            {
-                "who": who,
-                "contender": contender,
-                "key": key,
-                "rounds": rounds,
-                "other": end,
-                "barrier": barrier,
-            }
-            for who, end in enumerate(ends)
+            {**shared, "who": who, "other": end, "barrier": barrier}
+            for who, end in enumerate(crew.pipe())
         ],
     )
     return [grant for side in sides for grant in side]
@@ -299,24 +296,27 @@ def _ping_pong(
     contender: Contender,
     key: str,
     rounds: int,
+    seconds: float,
     other: Connection[Any, Any],
     barrier: Barrier,
 ) -> list[Grant]:
-    grants = []
+    grants: list[Grant] = []
     with contender.lock(f"{key}:warm-up:{who}"):
         pass
     barrier.wait()
-    for number in range(rounds):
+    end = time.monotonic() + seconds
+    # Each begins to wait when it hears that the other one has the key.
+    going_on = who == 0 or other.recv()
+    while going_on:
         wanted = time.monotonic()
         with contender.lock(key):
             granted = time.monotonic()
-            other.send("mine")
+            last = len(grants) + 1 >= rounds or granted > end
+            other.send(not last)
             time.sleep(random.uniform(0.01, 0.03))
             leaving = time.monotonic()
         grants.append(Grant(who, wanted, granted, leaving, time.monotonic()))
-        if number < rounds - 1 or who == 0:
-            # Not again before the other one had it.
-            other.recv()
+        going_on = not last and other.recv()
     return grants
 
 

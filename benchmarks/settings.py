@@ -39,3 +39,10 @@ if "REDIS_URL" in env:
             "LOCATION": env.str("REDIS_URL"),
         }
     }
+
+# It logs each lock that it can't make, and each that it has lost.
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "loggers": {"database_locks": {"level": "CRITICAL"}},
+}
