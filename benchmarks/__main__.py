@@ -2,7 +2,7 @@
 
 Starts private servers, each with its own default durability, measures one after
 another and writes ``docs/benchmarks.md`` with its plots. What is measured in part, or
-quickly, is printed instead.
+quickly, is printed instead, unless it is told where to.
 """
 
 from __future__ import annotations
@@ -60,8 +60,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="fail if a target is missed"
     )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where the page goes (default: docs, if everything is measured)",
+    )
     options = parser.parse_args()
-    options.whole = not (options.quick or options.database or options.only)
+    if not (options.output or options.quick or options.database or options.only):
+        options.output = DOCS
     options.database = [
         s for s in SERVERS if not options.database or s in options.database
     ]
@@ -83,9 +90,7 @@ def started(server: str) -> Iterator[dict[str, str]]:
             yield in_files
             return
         running = stack.enter_context(
-            services.SERVERS[server](
-                durable=True, arguments=ARGUMENTS.get(server, [])
-            )
+            services.SERVERS[server](durable=True, arguments=ARGUMENTS.get(server, []))
         )
         if server == "redis":
             yield {**in_files, "REDIS_URL": running.url()}
@@ -128,13 +133,10 @@ def main() -> int:
         server: measure(server, options.only, how) for server in options.database
     }
     page = report.page(machine, reports, how)
-    if options.whole:
-        from benchmarks import plots
-
-        plots.draw(reports, DOCS / "images")
-        report.write(page, DOCS)
-    else:
+    if options.output is None:
         print(page)
+    else:
+        report.write(page, reports, options.output)
     faults = [
         f"{TITLES[server]}: {fault}"
         for server, found in reports.items()

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -113,8 +112,8 @@ def _work(
     barrier: Barrier,
 ) -> Work:
     work = Work()
-    with contender.lock(f"{key}:warm-up:{who}") if contender.can_wait else _nothing():
-        pass
+    if contender.can_wait:
+        _warm_up(contender, key, who)
     barrier.wait()
     end = time.monotonic() + seconds
     with counting.statements() as sent:
@@ -136,8 +135,10 @@ def _work(
     return work
 
 
-def _nothing() -> Any:
-    return suppress()
+def _warm_up(contender: Contender, key: str, who: int) -> None:
+    """Connect, and build what is built only once."""
+    with contender.lock(f"{key}:{who}"):
+        pass
 
 
 def _faults(run: Run, name: str) -> list[str]:
@@ -239,9 +240,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
     faults: list[str] = []
     for number in range(scale.runs):
         for contender in everybody if number % 2 == 0 else everybody[::-1]:
-            grants = play_ping_pong(
-                contender, scale.hand_offs, seconds=2 * scale.contend
-            )
+            grants = play_ping_pong(contender, scale.hand_offs, seconds=scale.contend)
             times[contender.name].append(history.hand_offs(grants))
             if contender is contenders.DBLOCKS and history.overlaps(grants):
                 faults.append("hand-off: overlaps")
@@ -273,9 +272,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
     return result
 
 
-def play_ping_pong(
-    contender: Contender, rounds: int, seconds: float
-) -> list[Grant]:
+def play_ping_pong(contender: Contender, rounds: int, seconds: float) -> list[Grant]:
     """Let two processes hand a key to each other; one waits whenever one holds."""
     key = uuid4().hex
     shared = {"contender": contender, "key": key, "rounds": rounds, "seconds": seconds}
@@ -301,8 +298,7 @@ def _ping_pong(
     barrier: Barrier,
 ) -> list[Grant]:
     grants: list[Grant] = []
-    with contender.lock(f"{key}:warm-up:{who}"):
-        pass
+    _warm_up(contender, key, who)
     barrier.wait()
     end = time.monotonic() + seconds
     # Each begins to wait when it hears that the other one has the key.
@@ -466,7 +462,9 @@ def wait_for_long(*, keys: int, threads: int, seconds: float) -> LongWait:
     names = [uuid4().hex for _ in range(keys)]
     barrier = crew.barrier(2)
     shared = {"keys": names, "seconds": seconds, "barrier": barrier}
-    sides = crew.run(_long_side, [{**shared, "threads": 0}, {**shared, "threads": threads}])
+    sides = crew.run(
+        _long_side, [{**shared, "threads": 0}, {**shared, "threads": threads}]
+    )
     (start, sent_by_holder, released), (_, sent_by_waiters, granted) = sides
     end = min(released.values())
     sent = [at for at in sent_by_holder + sent_by_waiters if start <= at < end]
@@ -522,7 +520,9 @@ def _wait_in_threads(keys: list[str], threads: int) -> dict[str, float]:
         connections.close_all()
 
     workers = [
-        threading.Thread(target=wait, args=[key]) for key in keys for _ in range(threads)
+        threading.Thread(target=wait, args=[key])
+        for key in keys
+        for _ in range(threads)
     ]
     for worker in workers:
         worker.start()
@@ -532,36 +532,50 @@ def _wait_in_threads(keys: list[str], threads: int) -> dict[str, float]:
 
 
 def measure_scaling(server: str, scale: Scale) -> Result:
-    """Throughput and statements over the number of processes."""
+    """Grants a second over the number of processes, each key held for no time."""
     result = Result()
-    for distinct, plot in ((True, "distinct-keys"), (False, "one-key")):
-        everybody = [contenders.DBLOCKS, contenders.BARE, contenders.SESSION_LOCK]
-        if not distinct:
-            everybody = [contenders.DBLOCKS, contenders.SESSION_LOCK, contenders.RECIPE]
-        for contender in everybody:
-            if server not in contender.servers:
-                continue
-            runs = [
-                contend(
+    for distinct, plot, what, everybody in (
+        (
+            True,
+            "distinct-keys",
+            "a key each",
+            [contenders.DBLOCKS, contenders.BARE, contenders.SESSION_LOCK],
+        ),
+        (
+            False,
+            "one-key",
+            "one key",
+            [contenders.DBLOCKS, contenders.SESSION_LOCK, contenders.RECIPE],
+        ),
+    ):
+        present = [c for c in everybody if server in c.servers]
+        runs: dict[Contender, list[Run]] = {contender: [] for contender in present}
+        for number, processes in enumerate(scale.processes):
+            for contender in present if number % 2 == 0 else present[::-1]:
+                run = contend(
                     contender,
                     processes=processes,
                     seconds=scale.contend / 2,
                     hold=0.0,
                     distinct=distinct,
                 )
-                for processes in scale.processes
+                runs[contender].append(run)
+        for contender, mine in runs.items():
+            result.series.append(
+                Series(
+                    plot, contender.name, scale.processes, [run.rate for run in mine]
+                )
+            )
+            result.figures += [
+                Figure(f"{what}, {processes} processes", contender.name, "/s", [rate])
+                for processes, rate in zip(
+                    scale.processes, (run.rate for run in mine), strict=True
+                )
             ]
-            rates = [run.rate for run in runs]
-            result.series.append(Series(plot, contender.name, scale.processes, rates))
-            for run, processes in zip(runs, scale.processes, strict=True):
-                name = f"{'own keys' if distinct else 'one key'}, {processes} processes"
-                figure = Figure(name, contender.name, "/s", [run.rate])
-                result.figures.append(figure)
-            if contender is contenders.DBLOCKS:
-                result.faults += [f for run in runs for f in _faults(run, plot)]
-                if not distinct:
-                    asked = [run.statements_per_grant for run in runs]
-                    result.series.append(
-                        Series("statements", contender.name, scale.processes, asked)
-                    )
+        mine = runs[contenders.DBLOCKS]
+        result.faults += [fault for run in mine for fault in _faults(run, plot)]
+        if not distinct:
+            asked = [run.statements_per_grant for run in mine]
+            name = contenders.DBLOCKS.name
+            result.series.append(Series("statements", name, scale.processes, asked))
     return result

@@ -19,6 +19,7 @@ class Scale:
     turn: float
     #: Seconds in which processes contend.
     contend: float
+    #: To each of two processes.
     hand_offs: int
     long_wait: float
     #: Rows in the table, smallest first.
@@ -30,20 +31,20 @@ class Scale:
 FULL = Scale(
     quick=False,
     runs=3,
-    turns=10,
-    turn=0.2,
-    contend=4.0,
-    hand_offs=150,
-    long_wait=75.0,
-    table=(1, 10, 100, 1_000, 10_000, 100_000, 1_000_000),
-    renewing=36.0,
+    turns=30,
+    turn=0.05,
+    contend=3.0,
+    hand_offs=100,
+    long_wait=65.0,
+    table=(1, 100, 10_000, 1_000_000),
+    renewing=27.0,
     processes=(1, 2, 4, 8, 16, 32),
 )
 QUICK = Scale(
     quick=True,
     runs=1,
-    turns=3,
-    turn=0.1,
+    turns=8,
+    turn=0.03,
     contend=0.8,
     hand_offs=15,
     long_wait=3.0,

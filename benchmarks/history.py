@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -35,7 +36,7 @@ def hand_offs(grants: Iterable[Grant]) -> list[float]:
     ordered = sorted(grants, key=lambda grant: grant.granted)
     return [
         after.granted - before.leaving
-        for before, after in zip(ordered, ordered[1:], strict=False)
+        for before, after in pairwise(ordered)
         if after.who != before.who and after.wanted < before.leaving
     ]
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import contention, crew, scale, uncontended
@@ -34,9 +34,7 @@ class Measurement:
 
 
 MEASUREMENTS = [
-    Measurement(
-        "uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS
-    ),
+    Measurement("uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS),
     Measurement("statements", "Statements", uncontended.count_statements, (4,)),
     Measurement(
         "hand-off",
@@ -75,7 +73,7 @@ def go_through(
     server: str,
     names: Sequence[str],
     how: Scale,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
     answer: Callable[[ServerReport], None],
 ) -> None:
     """Run measurements in this process, which has nothing else to do.

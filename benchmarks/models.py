@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from django.db import models
 
 
@@ -12,6 +14,8 @@ class BareLock(models.Model):
     owner = models.CharField(max_length=64, default="")
     version = models.BigIntegerField(default=0)
     expires_at = models.DateTimeField()
+
+    objects: ClassVar[models.Manager[BareLock]] = models.Manager()
 
     def __str__(self) -> str:
         return self.key
@@ -26,6 +30,8 @@ class RecipeLock(models.Model):
     #: When the lock is overdue, in milliseconds by the client's clock.
     timeout = models.BigIntegerField(default=0)
     version = models.IntegerField(default=0)
+
+    objects: ClassVar[models.Manager[RecipeLock]] = models.Manager()
 
     def __str__(self) -> str:
         return self.lock_key

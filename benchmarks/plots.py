@@ -25,9 +25,7 @@ PLOTS = {
         "processes",
         "grants a second",
     ),
-    "one-key": Plot(
-        "Grants a second, one key for all", "processes", "grants a second"
-    ),
+    "one-key": Plot("Grants a second, one key for all", "processes", "grants a second"),
     "rows": Plot("An acquire over the rows in the table", "rows", "p50, ms"),
     "statements": Plot(
         "Statements per grant, one key for all", "processes", "statements per grant"
@@ -37,7 +35,6 @@ PLOTS = {
 
 def draw(reports: Mapping[str, ServerReport], folder: Path) -> None:
     """Draw each plot into a file, with a part for each server."""
-    folder.mkdir(exist_ok=True)
     for name, plot in PLOTS.items():
         lines = {
             server: [

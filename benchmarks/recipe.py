@@ -28,7 +28,9 @@ def _on_new_connection(statement: Callable[[], T]) -> T:
 
 
 def _find(key: str) -> RecipeLock | None:
-    return _on_new_connection(RecipeLock.objects.filter(lock_key=key).first)
+    rows = RecipeLock.objects.filter(lock_key=key)
+    row: RecipeLock | None = _on_new_connection(rows.first)
+    return row
 
 
 def _change(row: RecipeLock, *, request_id: str, count: int, timeout: int) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import plots
 from benchmarks.contenders import CONTENDERS
 from benchmarks.figures import Figure, Scale, Verdict
 from benchmarks.measurements import MEASUREMENTS, TITLES, Measurement, ServerReport
-from benchmarks.plots import PLOTS
 
 Reports = Mapping[str, ServerReport]
 
@@ -20,10 +20,11 @@ def page(machine: Mapping[str, str], reports: Reports, how: Scale) -> str:
         _introduction(how),
         "## Targets",
         targets(reports),
+        *_faults(reports),
         "## Contenders",
         contenders_table(machine),
         *_measured(reports),
-        *_plots(reports),
+        *_pictures(reports),
         "## Environment",
         environment_tables(machine, reports),
     ]
@@ -115,6 +116,16 @@ def missed(reports: Reports) -> list[str]:
     ]
 
 
+def _faults(reports: Reports) -> list[str]:
+    """Return what went wrong in dblocks, if anything did."""
+    faults = [
+        f"* {TITLES[server]}: {fault.strip().splitlines()[-1]}"
+        for server, report in reports.items()
+        for fault in report.faults
+    ]
+    return ["**Errors and overlaps of dblocks:**", "\n".join(faults)] if faults else []
+
+
 def contenders_table(machine: Mapping[str, str]) -> str:
     """Return who was measured, and what of it is written to disk."""
     volatile = sorted({c.name for c in CONTENDERS if not c.durable})
@@ -171,7 +182,7 @@ def figure_tables(measurement: Measurement, reports: Reports) -> str:
     )
 
 
-def _plots(reports: Reports) -> list[str]:
+def _pictures(reports: Reports) -> list[str]:
     drawn = {
         series.plot
         for report in reports.values()
@@ -180,7 +191,7 @@ def _plots(reports: Reports) -> list[str]:
     }
     return [
         f"![{plot.title}](images/benchmark-{name}.png)"
-        for name, plot in PLOTS.items()
+        for name, plot in plots.PLOTS.items()
         if name in drawn
     ]
 
@@ -194,6 +205,9 @@ def environment_tables(machine: Mapping[str, str], reports: Reports) -> str:
     return table(["", "", ""], rows)
 
 
-def write(text: str, docs: Path) -> None:
-    """Write the page."""
-    (docs / "benchmarks.md").write_text(text)
+def write(text: str, reports: Reports, folder: Path) -> None:
+    """Write the page and draw its plots."""
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmarks.md").write_text(text)
+    plots.draw(reports, images)

@@ -23,7 +23,8 @@ ANY_KEY = "another key each time"
 
 WORKERS = 4
 PAUSE = 0.01
-WITHOUT_PRUNING = 10.0
+ALONE = 3
+"""How much longer than other runs the one without pruning is."""
 
 LEASES = 1_000
 
@@ -80,7 +81,7 @@ def measure_rows(server: str, scale: Scale) -> Result:
     for rows in scale.table:
         crew.run_one(fill, rows=rows)
         runs = [
-            crew.run_one(compare, rows=rows, turns=scale.turns, turn=scale.turn)
+            crew.run_one(compare, rows=rows, turns=scale.turns // 2, turn=scale.turn)
             for _ in range(scale.runs)
         ]
         for table in (ONE_ROW, ONE_KEY, ANY_KEY):
@@ -141,7 +142,7 @@ def measure_prune(server: str, scale: Scale) -> Result:
     """Row 11: how much pruning slows down those who lock meanwhile."""
     rows = scale.table[-1]
     crew.run_one(fill, rows=rows)
-    without, _ = _work_beside(seconds=min(WITHOUT_PRUNING, 5 * scale.contend))
+    without, _ = _work_beside(seconds=scale.contend * ALONE)
     during, took = _work_beside(seconds=None)
     name = contenders.DBLOCKS.name
     result = Result(
@@ -272,4 +273,3 @@ def processor_time(pid: int) -> float:
         elif fields[1] == str(pid):
             ticks += sum(map(int, fields[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
-

@@ -28,9 +28,7 @@ def measure(server: str, scale: Scale) -> Result:
         name: [statistics.median(run[name]) * 1000 for run in runs] for name in runs[0]
     }
     result = Result(
-        figures=[
-            Figure(CYCLE, name, "ms", values) for name, values in medians.items()
-        ]
+        figures=[Figure(CYCLE, name, "ms", values) for name, values in medians.items()]
     )
     if contenders.DBLOCKS.name in medians:
         result.verdicts = _verdicts(server, medians)
