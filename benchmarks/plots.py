@@ -17,6 +17,8 @@ class Plot:
     title: str
     x: str
     y: str
+    #: Whether the contenders are too far apart for a linear scale.
+    wide: bool = False
 
 
 PLOTS = {
@@ -63,7 +65,10 @@ def _draw(plot: Plot, lines: Mapping[str, list[Series]], path: Path) -> None:
         part.set_xticks(mine[0].x, [f"{x:g}" for x in mine[0].x], minor=False)
         part.minorticks_off()
         part.set_xlabel(plot.x)
-        part.set_ylim(bottom=0)
+        if plot.wide:
+            part.set_yscale("log")
+        else:
+            part.set_ylim(bottom=0)
         part.grid(alpha=0.3)
         part.legend(fontsize="small")
     parts[0].set_ylabel(plot.y)

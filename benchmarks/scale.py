@@ -49,6 +49,14 @@ def row_key(number: int) -> str:
     return f"row:{number:07}"
 
 
+def empty() -> None:
+    """Remove what other measurements left; only a benchmark may do that."""
+    from dblocks.models import DistributedLock
+
+    rows = DistributedLock._base_manager.using("default").all()
+    rows._raw_delete("default")
+
+
 def fill(*, rows: int) -> None:
     """Fill the table up to a number of free rows, in the database's own SQL."""
     from django.db import connections
@@ -78,6 +86,7 @@ def measure_rows(server: str, scale: Scale) -> Result:
     result = Result()
     runs: list[dict[str, float]] = []
     lines: dict[str, list[float]] = defaultdict(list)
+    crew.run_one(empty)
     for rows in scale.table:
         crew.run_one(fill, rows=rows)
         runs = [
