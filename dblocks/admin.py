@@ -42,7 +42,7 @@ from django.utils.text import (
     unescape_string_literal,
 )
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from . import arguments
 from .backends.database import DatabaseBackend
@@ -73,6 +73,24 @@ MAX_AT_ONCE = 500
 
 PATIENCE = 1.0
 """Seconds for which a lock whose row is locked by a transaction is tried again."""
+
+_RELEASED = ngettext_lazy(
+    "Released {count} lock: {keys}.", "Released {count} locks: {keys}.", "count"
+)
+_CHANGED = ngettext_lazy(
+    "Left {count} lock alone, which was released or changed hands since the page was "
+    "shown: {keys}.",
+    "Left {count} locks alone, which were released or changed hands since the page "
+    "was shown: {keys}.",
+    "count",
+)
+_BUSY = ngettext_lazy(
+    "Left {count} lock alone, whose row an open transaction has locked, perhaps to "
+    "commit: {keys}. Try again.",
+    "Left {count} locks alone, whose rows open transactions have locked, perhaps to "
+    "commit: {keys}. Try again.",
+    "count",
+)
 
 
 class ReleaseForm(forms.Form):
@@ -468,37 +486,16 @@ class DistributedLockAdmin(ModelAdmin):
         busy: list[str],
     ) -> None:
         """Say what was released and what was left alone, and why."""
-        if released:
-            text = ngettext(
-                "Released {count} lock: {keys}.",
-                "Released {count} locks: {keys}.",
-                len(released),
-            )
-            self._message(request, messages.SUCCESS, text, released)
-        if changed:
-            text = ngettext(
-                "Left {count} lock alone, which was released or changed hands since "
-                "the page was shown: {keys}.",
-                "Left {count} locks alone, which were released or changed hands since "
-                "the page was shown: {keys}.",
-                len(changed),
-            )
-            self._message(request, messages.WARNING, text, changed)
-        if busy:
-            text = ngettext(
-                "Left {count} lock alone, whose row an open transaction has locked, "
-                "perhaps to commit: {keys}. Try again.",
-                "Left {count} locks alone, whose rows open transactions have locked, "
-                "perhaps to commit: {keys}. Try again.",
-                len(busy),
-            )
-            self._message(request, messages.WARNING, text, busy)
-
-    def _message(
-        self, request: HttpRequest, level: int, text: str, keys: list[str]
-    ) -> None:
-        message = format_html(text, count=len(keys), keys=names_of(keys))
-        self.message_user(request, message, level)
+        outcomes: list[tuple[int, Any, list[str]]] = [
+            (messages.SUCCESS, _RELEASED, released),
+            (messages.WARNING, _CHANGED, changed),
+            (messages.WARNING, _BUSY, busy),
+        ]
+        for level, text, keys in outcomes:
+            if keys:
+                # Not format_html(), whose strings would always be plural.
+                message = SafeString(text.format(count=len(keys), keys=names_of(keys)))
+                self.message_user(request, message, level)
 
     # History
 

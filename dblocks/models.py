@@ -18,7 +18,6 @@ Three rules make them hold on every database:
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -55,10 +54,8 @@ from .functions import (
     SecondsUntil,
     UtcNow,
 )
-from .signals import lock_force_released
+from .signals import announce_force_release
 from .statements import Slot, Statement, kept, kind
-
-logger = logging.getLogger("dblocks")
 
 _BATCH_SIZES = 1, 16, 250
 """How many leases one statement renews; what is between takes the next larger."""
@@ -262,19 +259,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 expires_at=UtcNow(),
             ):
                 break
-        logger.warning(
-            "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
-            key,
-            row.owner,
-            row.holder,
-            row.version,
-            by,
-            reason,
-        )
-        lock_force_released.send_robust(
-            sender=DistributedLock,
+        announce_force_release(
+            DistributedLock,
             key=key,
-            backend=None,
             using=self.db,
             owner=row.owner,
             holder=row.holder,

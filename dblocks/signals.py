@@ -9,7 +9,11 @@ durations are seconds.
 
 from __future__ import annotations
 
+import logging
+
 from django.dispatch import Signal
+
+logger = logging.getLogger("dblocks")
 
 #: ``owner``, ``fencing_token``, ``waited``, ``reentered`` (``bool``), ``lease``
 #: (the :class:`~dblocks.Lease`). Sent in the thread that acquired.
@@ -30,3 +34,38 @@ lock_timed_out = Signal()
 #: (who did it: a user, a name or ``None``), ``reason`` (free text), ``using`` (the
 #: alias of the database; ``backend`` is ``None``).
 lock_force_released = Signal()
+
+
+def announce_force_release(
+    sender: type,
+    *,
+    key: str,
+    owner: str,
+    holder: str,
+    fencing_token: int,
+    by: object,
+    reason: str,
+    backend: str | None = None,
+    using: str | None = None,
+) -> None:
+    """Log that a grant was ended over its holder's head, and send the signal."""
+    logger.warning(
+        "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
+        key,
+        owner,
+        holder,
+        fencing_token,
+        by,
+        reason,
+    )
+    lock_force_released.send_robust(
+        sender=sender,
+        key=key,
+        backend=backend,
+        using=using,
+        owner=owner,
+        holder=holder,
+        fencing_token=fencing_token,
+        by=by,
+        reason=reason,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -11,10 +10,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from .. import arguments, clock
-from ..signals import lock_force_released
+from ..signals import announce_force_release
 from .base import BaseBackend, Grant, Reading, Renewal, Renewed, Request
-
-logger = logging.getLogger("dblocks")
 
 
 @dataclass(frozen=True)
@@ -171,20 +168,10 @@ class LocMemBackend(BaseBackend):
             )
         from ..locks import Lock
 
-        logger.warning(
-            "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
-            key,
-            row.owner,
-            row.holder,
-            row.version,
-            by,
-            reason,
-        )
-        lock_force_released.send_robust(
-            sender=Lock,
+        announce_force_release(
+            Lock,
             key=key,
             backend=self.alias,
-            using=None,
             owner=row.owner,
             holder=row.holder,
             fencing_token=row.version,

@@ -1,0 +1,213 @@
+"""Writing what was measured as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.contenders import CONTENDERS
+from benchmarks.figures import Figure, Scale, Verdict
+from benchmarks.measurements import MEASUREMENTS, TITLES, Measurement, ServerReport
+
+Reports = Mapping[str, ServerReport]
+
+
+def page(machine: Mapping[str, str], reports: Reports, how: Scale) -> str:
+    """Return the whole page."""
+    parts = [
+        "# Benchmarks",
+        _introduction(how),
+        "## Targets",
+        targets(reports),
+        *_faults(reports),
+        "## Contenders",
+        contenders_table(machine),
+        *_measured(reports),
+        *_pictures(reports),
+        "## Environment",
+        environment_tables(machine, reports),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _introduction(how: Scale) -> str:
+    text = (
+        "Written by `python -m benchmarks`, which starts private servers with their "
+        "own default durability and measures everything below in one run; the "
+        "figures are good for comparing with each other.\n"
+        "Contenders take turns, in changing order; where a figure was measured "
+        "several times, by processes of their own, it is the median, and the least "
+        "and the greatest follow in brackets.\n"
+        "Nothing but the lock is measured: the server is on the same machine."
+    )
+    if how.quick:
+        text += "\n\n**A quick run: its figures are for trying the command only.**"
+    return text
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Return a figure with as many digits as make sense."""
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def measured(figure: Figure) -> str:
+    """Return a figure's median and its spread."""
+    unit = f" {figure.unit}" if figure.unit else ""
+    text = f"{number(figure.median)}{unit}"
+    low, high = number(min(figure.values)), number(max(figure.values))
+    return text if low == high else f"{text} ({low} to {high})"
+
+
+def limit(verdict: Verdict) -> str:
+    """Return what a target asks for."""
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    if verdict.at_most is not None:
+        return f"≤ {number(verdict.at_most)}{unit}"
+    if verdict.at_least is not None:
+        return f"≥ {number(verdict.at_least)}{unit}"
+    return "reported"
+
+
+def judged(verdict: Verdict) -> str:
+    """Return what was measured and whether that is enough."""
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    text = f"{number(verdict.value)}{unit}"
+    if not verdict.has_limit:
+        return text
+    word = "met" if verdict.met else "**not met**"
+    return f"{text} ({limit(verdict)}): {word}"
+
+
+def targets(reports: Reports) -> str:
+    """Return the table of targets, a column for each server."""
+    cells: dict[tuple[int, str], dict[str, str]] = {}
+    for server, report in reports.items():
+        for result in report.results.values():
+            for verdict in result.verdicts:
+                line = cells.setdefault((verdict.row, verdict.target), {})
+                line[server] = judged(verdict)
+    servers = [s for s in reports if any(s in line for line in cells.values())]
+    return table(
+        ["", "What", *(TITLES[server] for server in servers)],
+        [
+            [str(row), what, *(line.get(server, "") for server in servers)]
+            for (row, what), line in sorted(cells.items(), key=lambda item: item[0][0])
+        ],
+    )
+
+
+def missed(reports: Reports) -> list[str]:
+    """Return the targets that were not met."""
+    return [
+        f"{TITLES[server]}: {verdict.row}. {verdict.target}: {judged(verdict)}"
+        for server, report in reports.items()
+        for result in report.results.values()
+        for verdict in result.verdicts
+        if not verdict.met
+    ]
+
+
+def _faults(reports: Reports) -> list[str]:
+    """Return what went wrong in dblocks, if anything did."""
+    faults = [
+        f"* {TITLES[server]}: {fault.strip().splitlines()[-1]}"
+        for server, report in reports.items()
+        for fault in report.faults
+    ]
+    return ["**Errors and overlaps of dblocks:**", "\n".join(faults)] if faults else []
+
+
+def contenders_table(machine: Mapping[str, str]) -> str:
+    """Return who was measured, and what of it is written to disk."""
+    volatile = sorted({c.name for c in CONTENDERS if not c.durable})
+    rows = [
+        [
+            contender.name,
+            machine.get(contender.package, "") if contender.package else "",
+            contender.writes,
+            "yes" if contender.durable else "no",
+            contender.waits,
+        ]
+        for contender in CONTENDERS
+    ]
+    heads = ["Contender", "Version", "Writes", "Durable", "Waits by"]
+    return (
+        f"{table(heads, rows)}\n\n"
+        f"Not durable: {', '.join(volatile)}. They write nothing that is on disk when "
+        "the lock is had, so that none of them pays for a commit; what holds a lock "
+        "there is gone with the connection or with the server's memory."
+    )
+
+
+def _measured(reports: Reports) -> list[str]:
+    parts = []
+    for measurement in MEASUREMENTS:
+        tables = figure_tables(measurement, reports)
+        if tables:
+            summary = measurement.run.__doc__ or ""
+            text = " ".join(summary.split())
+            parts += [f"## {measurement.title}", text, tables]
+    return parts
+
+
+def figure_tables(measurement: Measurement, reports: Reports) -> str:
+    """Return a measurement's figures: a line for each figure and contender."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for server, report in reports.items():
+        result = report.results.get(measurement.name)
+        for figure in result.figures if result else []:
+            line = cells.setdefault((figure.name, figure.contender), {})
+            line[server] = measured(figure)
+    if not cells:
+        return ""
+    servers = [s for s in reports if any(s in line for line in cells.values())]
+    order = list(dict.fromkeys(name for name, _ in cells))
+    return table(
+        ["Figure", "Contender", *(TITLES[server] for server in servers)],
+        [
+            [name, contender, *(line.get(server, "") for server in servers)]
+            for (name, contender), line in sorted(
+                cells.items(), key=lambda item: order.index(item[0][0])
+            )
+        ],
+    )
+
+
+def _pictures(reports: Reports) -> list[str]:
+    drawn = {
+        series.plot
+        for report in reports.values()
+        for result in report.results.values()
+        for series in result.series
+    }
+    return [
+        f"![{plot.title}](images/benchmark-{name}.png)"
+        for name, plot in plots.PLOTS.items()
+        if name in drawn
+    ]
+
+
+def environment_tables(machine: Mapping[str, str], reports: Reports) -> str:
+    """Return what the figures were measured on, durability included."""
+    rows = [["machine", name, value] for name, value in machine.items()]
+    for server, report in reports.items():
+        for name, value in report.environment.items():
+            rows.append([TITLES[server], name, value])
+    return table(["", "", ""], rows)
+
+
+def write(text: str, reports: Reports, folder: Path) -> None:
+    """Write the page and draw its plots."""
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmarks.md").write_text(text)
+    plots.draw(reports, images)

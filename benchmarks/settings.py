@@ -1,0 +1,48 @@
+"""Settings of the measuring processes.
+
+``DATABASE_URL`` is where the contenders keep their locks, ``MANY_URL`` a second
+database of the same server whose lock table is filled with rows, ``REDIS_URL`` the
+cache.
+"""
+
+from __future__ import annotations
+
+import environ
+
+from testproject.databases import with_options
+
+env = environ.Env()
+
+SECRET_KEY = "for measurements only"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+DATABASES = {
+    "default": with_options(env.db_url("DATABASE_URL"), isolation=None),
+    "many": with_options(env.db_url("MANY_URL"), isolation=None),
+}
+
+INSTALLED_APPS = ["dblocks", "benchmarks", "db_mutex", "database_locks"]
+
+DBLOCKS = {
+    alias: {
+        "BACKEND": "dblocks.backends.database.DatabaseBackend",
+        "OPTIONS": {"using": alias},
+    }
+    for alias in DATABASES
+}
+
+if "REDIS_URL" in env:
+    CACHES = {
+        "default": {
+            "BACKEND": "django_redis.cache.RedisCache",
+            "LOCATION": env.str("REDIS_URL"),
+        }
+    }
+
+# It logs each lock that it can't make, and each that it has lost.
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "loggers": {"database_locks": {"level": "CRITICAL"}},
+}

@@ -1,0 +1,103 @@
+"""The benchmarks: their report and their count of overlaps, on made-up figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks.figures import (
+    QUICK,
+    Figure,
+    Result,
+    Series,
+    Verdict,
+    percentile,
+)
+from benchmarks.history import Grant, fairness, hand_offs, overlaps
+from benchmarks.measurements import ServerReport
+
+GOOD = [Grant(1, 0.0, 0.0, 1.0, 1.1), Grant(2, 0.5, 1.25, 2.0, 2.1)]
+BAD = [*GOOD, Grant(3, 0.2, 1.5, 1.75, 1.8), Grant(4, 0.2, 1.9, 2.5, 2.6)]
+
+
+@pytest.fixture
+def reports() -> dict[str, ServerReport]:
+    """Return what one server might have given."""
+    result = Result(
+        figures=[
+            Figure("acquire and release, p50", "dblocks", "ms", [0.6, 0.5, 0.7]),
+            Figure("acquire and release, p50", "django-db-mutex", "ms", [1234.5]),
+        ],
+        verdicts=[
+            Verdict(1, "against two bare updates", 1.25, "×", at_most=1.3),
+            Verdict(2, "faster than a peer", 2.0, "×", at_least=2.5),
+            Verdict(10, "only reported", 3.0, ""),
+        ],
+        series=[Series("rows", "dblocks", [1, 10], [0.5, 0.6])],
+    )
+    return {
+        "mariadb": ServerReport(
+            {"sync_binlog": "0"}, {"uncontended": result}, ["one key: 2 overlaps"]
+        ),
+        "redis": ServerReport(),
+    }
+
+
+def test_overlaps_are_counted() -> None:
+    """Each grant that began while another was certainly held is counted once."""
+    assert overlaps(GOOD) == 0
+    assert overlaps(reversed(BAD)) == 2
+
+
+def test_hand_offs_are_those_to_waiters() -> None:
+    """Who came after the release, or had the key before, was not handed it."""
+    late = Grant(1, 2.2, 2.3, 3.0, 3.1)
+    assert hand_offs([*GOOD, late]) == [0.25]
+
+
+def test_fairness_of_the_unserved() -> None:
+    """A process that was never served makes it 0, also when none was."""
+    assert fairness([3, 4]) == 0.75
+    assert fairness([0, 4]) == fairness([0, 0]) == 0.0
+
+
+def test_percentiles_of_a_few_values() -> None:
+    """Percentiles are values that were measured."""
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0
+
+
+def test_page_has_figures_targets_and_faults(
+    reports: dict[str, ServerReport],
+) -> None:
+    """The page says what was measured, and whether it is enough."""
+    lines = report.page({"processors": "2"}, reports, QUICK).splitlines()
+    assert "| 1 | against two bare updates | 1.25 × (≤ 1.30 ×): met |" in lines
+    assert "| 2 | faster than a peer | 2 × (≥ 2.50 ×): **not met** |" in lines
+    assert "| 10 | only reported | 3 |" in lines
+    assert "* MariaDB: one key: 2 overlaps" in lines
+    name = "acquire and release, p50"
+    assert f"| {name} | dblocks | 0.60 ms (0.50 to 0.70) |" in lines
+    assert f"| {name} | django-db-mutex | 1,234 ms |" in lines
+    assert "| MariaDB | sync_binlog | 0 |" in lines
+    assert sum("images/benchmark-" in line for line in lines) == 1
+
+
+def test_missed_targets(reports: dict[str, ServerReport]) -> None:
+    """Only what has a limit can be missed."""
+    assert report.missed(reports) == [
+        "MariaDB: 2. faster than a peer: 2 × (≥ 2.50 ×): **not met**"
+    ]
+
+
+def test_page_and_plots_are_written(
+    reports: dict[str, ServerReport], tmp_path: Path
+) -> None:
+    """Each plot that has lines becomes a picture beside the page."""
+    pytest.importorskip("matplotlib", exc_type=ImportError)
+    report.write("# Benchmarks\n", reports, tmp_path / "docs")
+    assert (tmp_path / "docs/benchmarks.md").read_text() == "# Benchmarks\n"
+    pictures = [path.name for path in (tmp_path / "docs/images").iterdir()]
+    assert pictures == ["benchmark-rows.png"]
