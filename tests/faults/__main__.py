@@ -108,7 +108,9 @@ class Job:
     def start(self, time_limit: int) -> None:
         self.started = time.monotonic()
         command = [sys.executable, "-m", "pytest", "--verbose", "--no-header"]
-        command += ["-o", f"timeout={time_limit}", "-p", "no:cacheprovider"]
+        # In one order, so that a seed runs again what it ran.
+        command += ["-p", "no:randomly", "-p", "no:cacheprovider"]
+        command += ["-o", f"timeout={time_limit}"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, *self.tests],

@@ -123,7 +123,10 @@ def pause_updaters(
     crew: Crew, key: str, mode: str, pauses: int, figures: Figures
 ) -> tuple[int, int]:
     """Stop processes that update balances; return acknowledged and final sums."""
-    lease, lengths = 0.5, [1.5, 3.0] if not FULL else [1.5] * 5 + [3.0] * 4 + [10.0]
+    # Leases for which they are stopped: a control must lose something every day.
+    lease, lengths = 0.5, [3.0] if mode == "plain" else [1.5, 3.0, 3.0]
+    if FULL:
+        lengths = [1.5] * 5 + [3.0] * 4 + [10.0]
     accounts = [AccountFactory() for _ in range(pick(2, 10))]
     table = [
         {
