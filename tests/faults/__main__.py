@@ -56,7 +56,10 @@ FAULTS = {
     "control": [f"{PROCESSES}test_negative_control"],
     "F9": [f"{NETWORK}test_sessions_killed_by_the_server"],
     "F11": [f"{NETWORK}test_slow_network_that_resets"],
-    "F8": [f"{SERVERS}test_server_killed"],
+    "F8": [
+        f"{SERVERS}test_server_killed",
+        f"{SERVERS}test_server_down_for_longer_than_the_lease",
+    ],
     "F14": [f"{CONTENTION}test_pruning_under_contention"],
     "F6": [f"{SERVERS}test_wrong_wall_clocks"],
     "F7": [

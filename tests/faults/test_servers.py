@@ -20,7 +20,7 @@ from tests.faults.clocks import can_fake_time, faketime
 from tests.faults.crew import Crew
 from tests.faults.history import Event, check, report
 from tests.faults.scale import FULL, SEED, counts
-from tests.timing import DEADLINE, eventually, takes
+from tests.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -92,6 +92,34 @@ def test_server_killed(
     for holder in range(3):
         row = rows.with_state().filter(key=f"{key}:{holder}").first()
         assert lost or (row is not None and 0 < row.remaining <= lease)
+
+
+def test_server_down_for_longer_than_the_lease(
+    private: services.Server, crew: Crew, key: str, figures: Figures
+) -> None:
+    """F8: holders know by their deadline that they have nothing any more."""
+    lease, down = 1.5, 2.5
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+    row = {"until": time.monotonic() + 4 * DEADLINE, "lease": lease}
+    holders = crew.fork_all("hold", [{**row, "key": f"{key}:{n}"} for n in range(3)])
+    tokens = [holder.expect("grant")["token"] for holder in holders]
+    killed = time.monotonic()
+    private.kill()
+    for holder in holders:
+        lost = holder.expect("lost")
+        assert lost["reason"] in {"backend", "expired"}
+        assert lost["at"] - killed <= lease + SLACK
+    crew.until(lambda: time.monotonic() > killed + down)
+    private.start()
+    connections["private"].close()
+    again = crew.fork_all(
+        "wait", [{"key": f"{key}:{n}", "timeout": 5} for n in range(3)]
+    )
+    crew.finish(again)
+    for token, waiter in zip(tokens, again, strict=True):
+        assert waiter.expect("grant")["token"] > token
+    figures["down for longer"] = 1
 
 
 CLOCKS = ["a day ahead", "jumping", "a day behind"]
