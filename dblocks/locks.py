@@ -32,7 +32,19 @@ class Lock:
 
     Re-entrant for its owner: the current asyncio task; in sync code that asgiref runs
     for a task, that one call; else the current thread; or whoever presents the same
-    ``owner=``.
+    ``owner=``. ::
+
+        report = distributed_lock("report", timeout=0)
+
+        lease = report.try_acquire()
+        if lease is None:
+            return "somebody else is at it"
+        with lease:
+            ...
+
+    Attributes:
+        key, backend, owner, note, atomic, on_locked, renew: As given.
+        timeout, lease, max_hold, hold_at_least: As given, in seconds.
     """
 
     def __init__(
