@@ -485,7 +485,8 @@ def current_lease(key: str | None = None) -> Lease:
 
         @distributed_lock("order:{order_id}")
         def ship(order_id):
-            Order.objects.filter(pk=order_id).fenced_update(current_lease(), shipped=True)
+            order = Order.objects.filter(pk=order_id)
+            order.fenced_update(current_lease(), shipped=True)
 
     Args:
         key: Only of this key.
