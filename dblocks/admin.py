@@ -140,14 +140,7 @@ class Shown:
 class DistributedLockAdmin(ModelAdmin):
     """Locks, read-only, with force release for those who may."""
 
-    list_display = (
-        "shown_key",
-        "shown_state",
-        "shown_holder",
-        "since",
-        "left",
-        "waiting",
-    )
+    list_display = ("shown_key", "shown_state", "shown_holder", "since", "left")
     list_filter = (StateFilter,)
     list_per_page = 50
     ordering = ("key",)
@@ -290,14 +283,9 @@ class DistributedLockAdmin(ModelAdmin):
         return time_element(lock.expires_at, phrase(phrases, abs(lock.remaining)))
 
     @admin.display(description=gettext_lazy("waiting"))
-    def waiting(self, lock: Any) -> int | None:
+    def waiting(self, lock: DistributedLock) -> int | None:
         """How many queue for it, where that is known."""
-        length: int | None
-        if hasattr(lock, "waiting"):
-            length = lock.waiting
-        else:
-            length = Queues(connections[self.locks.db]).length(lock.key)
-        return length
+        return Queues(connections[self.locks.db]).length(lock.key)
 
     @admin.display(description=gettext_lazy("held since"))
     def since_exact(self, lock: DistributedLock) -> SafeString | None:
