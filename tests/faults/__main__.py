@@ -27,7 +27,7 @@ from tests.faults import record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What the full counts take on one engine, about, on two cores.
-FULL_SECONDS = 1200.0
+FULL_SECONDS = 900.0
 ENGINES = ("sqlite", "mariadb", "postgres")
 NO_TESTS_COLLECTED = 5
 #: For dozens of processes with several connections each, in several runs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,7 +47,12 @@ def write(engine: str, seed: int, seconds: float, rows: list[Row]) -> None:
         "versions": versions,
         "faults": dict(sorted(faults.items())),
     }
-    FIGURES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    FIGURES.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    render(known)
+
+
+def render(known: dict[str, Any]) -> None:
+    """Put the figures of all engines into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(known)}\n{END}{after}")
@@ -85,7 +91,12 @@ def cell(figures: dict[str, Any] | None) -> str:
     """Return the figures of one fault on one engine."""
     if not figures:
         return "–"
-    return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in figures.items()
-    )
+    texts = []
+    for name, value in figures.items():
+        number = f"{value:,}" if isinstance(value, int) else str(value)
+        measured = re.fullmatch(r"(.*) \((.*)\)", name)
+        if measured is not None:
+            texts.append(f"{measured[1]} {number} {measured[2]}")
+        else:
+            texts.append(f"{name} {number}")
+    return ", ".join(texts)

@@ -262,7 +262,7 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
     mean = sum(rates) / len(rates)
     figures |= {
         "waiters": served,
-        "statements a second and process (mean)": round(mean, 1),
+        "statements by a process (/s)": round(mean, 1),
     }
     if connection.vendor != "sqlite" and FULL:
         assert mean <= WAITERS_STATEMENTS
