@@ -44,10 +44,10 @@ PROCESSES, SERVERS = f"{HERE}test_processes.py::", f"{HERE}test_servers.py::"
 #: earlier one has run already is not run again.
 FAULTS = {
     "F16": [f"{CONTENTION}test_isolation_levels"],
+    "F4": [f"{PROCESSES}test_stopped_holders_are_refused"],
+    "F22": [f"{HERE}test_soak.py"],
     "F13": [f"{CONTENTION}test_new_keys_are_raced_for"],
     "I1": [f"{CONTENTION}test_exclusion"],
-    "F22": [f"{HERE}test_soak.py"],
-    "F4": [f"{PROCESSES}test_stopped_holders_are_refused"],
     "I8": [f"{HERE}test_mutants.py"],
     "F5": [
         f"{PROCESSES}test_stopped_in_the_transaction",

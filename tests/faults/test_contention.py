@@ -199,7 +199,7 @@ def test_isolation_levels(
     server: str, crew: Crew, key: str, level: str, nested: bool, figures: Figures
 ) -> None:
     """F16: at every level, lock operations pass no database error to their callers."""
-    start = soon()
+    start = soon() + pick(0.0, 4.0)
     end = start + counts(DEADLINE, 15.0)
     keys = [f"{key}:{number}" for number in range(4)]
     table = [
