@@ -16,7 +16,7 @@ from .holds import Hold, registry
 from .leases import PATIENCE, Lease
 from .renewal import timekeeper
 from .steps import Aside, Call, Pause, Step
-from .waiting import Gate, GateClosed, Line, Place, lines
+from .waiting import LONGEST_PAUSE, LOOK_EVERY, Gate, GateClosed, Line, Place, lines
 
 if TYPE_CHECKING:
     from .locks import Lock
@@ -65,7 +65,7 @@ class Acquisition:
     def steps(self) -> Steps:
         """Acquire in steps; the result is the lease, or who has the key instead."""
         seen: Reading | None = None
-        if self._is_next():
+        if self._overtakes():
             found = yield Call(self._attempt)
             if isinstance(found, Lease):
                 return found
@@ -76,14 +76,13 @@ class Acquisition:
         finally:
             lines.leave(self.backend, self.key, place)
 
-    def _is_next(self) -> bool:
-        """Tell whether it needn't stand behind those of this process that wait.
+    def _overtakes(self) -> bool:
+        """Tell whether it tries before it stands behind the others of this process.
 
-        They may be waiting for this owner itself, or there may be none.
+        They may be waiting for this owner itself.
         """
         return (
-            not lines.waiting(self.backend, self.key)
-            or self.timeout == 0
+            self.timeout == 0
             or self.lock.owner is not None
             or (self.backend, self.key) in self.me.holds
             or not self.backend.can_write()
@@ -95,11 +94,13 @@ class Acquisition:
         if seen is None and not line.is_first(place):
             # Its time is over: what the first has seen holds for all.
             seen = line.last_seen()
-        if seen is None:
+        if seen is None and self._holder_here() is None:
             found: Lease | Reading = yield Call(self._attempt)
             if isinstance(found, Lease):
                 return found
             seen = found
+        if seen is None:
+            seen = (yield Call(partial(self.backend.read, self.key))) or Reading()
         gate: Gate | None = None
         if line.is_first(place):
             # In the thread whose connection tells whether there may be one.
@@ -113,12 +114,15 @@ class Acquisition:
             if gate is not None:
                 gate.leave()
 
+    def _holder_here(self) -> Hold | None:
+        return timekeeper.holder(self.backend, self.key)
+
     def _look(
         self, line: Line, place: Place, seen: Reading, gate: Gate | None
     ) -> Steps:
         """Look at the row until it is free and the attempt succeeds."""
         line.saw(seen)
-        delays = self.backend.pauses(self.key, alone=gate is not None)
+        known, known_since = seen.version, clock.monotonic()
         told = False
         while True:
             now = clock.monotonic()
@@ -132,26 +136,36 @@ class Acquisition:
             if not told and now - self.started > LONG_WAIT:
                 told = True
                 logger.info("waiting key=%r holder=%s", self.key, seen.holder)
-            if gate is not None and not gate.held:
+            limit = until - now
+            if seen.remaining > 0:
+                limit = min(limit, seen.remaining)
+            # Somebody has let this one in, and the row is free in all likelihood.
+            let_in = False
+            if self._holder_here() is not None:
+                let_in = yield Pause(place, min(LONGEST_PAUSE, limit))
+            elif gate is not None and not gate.held:
                 try:
                     yield Aside(partial(gate.enter, until - now))
                 except GateClosed:
                     gate = None
-                    delays = self.backend.pauses(self.key, alone=False)
+                    continue
+                let_in = gate.held and clock.monotonic() - now > LOOK_EVERY
             else:
-                delay = min(next(delays), until - now)
-                if seen.remaining > 0:
-                    delay = min(delay, seen.remaining)
-                yield Pause(place, delay)
-            seen = (yield Call(partial(self.backend.read, self.key))) or Reading()
-            line.saw(seen)
-            if seen.remaining > 0 and seen.owner != self.lock.owner:
-                continue
-            queued = gate is not None and gate.held
-            found = yield Call(partial(self._attempt, queued))
-            if isinstance(found, Lease):
-                return found
-            seen = found
+                alone = gate is not None
+                pause = self.backend.pause(now - known_since, alone=alone)
+                let_in = yield Pause(place, min(pause, limit))
+            if not let_in:
+                seen = (yield Call(partial(self.backend.read, self.key))) or Reading()
+                line.saw(seen)
+            if let_in or seen.remaining <= 0 or seen.owner == self.lock.owner:
+                queued = gate is not None and gate.held
+                found = yield Call(partial(self._attempt, queued))
+                if isinstance(found, Lease):
+                    return found
+                seen = found
+                line.saw(seen)
+            if seen.version != known:
+                known, known_since = seen.version, clock.monotonic()
 
     def _timed_out(self, seen: Reading, waited: float) -> None:
         from .locks import Lock

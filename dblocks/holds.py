@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import clock
 from .backends.base import FOREVER, BaseBackend, Grant, Renewal
-from .waiting import Gate
+from .waiting import Gate, lines
 
 if TYPE_CHECKING:
     from .leases import Lease
@@ -134,6 +134,7 @@ class Hold:
         from .renewal import announce_loss, timekeeper
 
         timekeeper.discard(self)
+        lines.wake(self.backend, self.grant.key)
         announce_loss(self, reason)
         if self.gate is not None:
             # Not here: this may be the timekeeper, which does no I/O.

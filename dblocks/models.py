@@ -60,6 +60,9 @@ from .statements import Slot, Statement, kept, kind
 _BATCH_SIZES = 1, 16, 250
 """How many leases one statement renews; what is between takes the next larger."""
 
+_PRUNE_REST = 5
+"""On SQLite pruning rests that many times as long as each of its batches took."""
+
 _LOCK_WAIT_TIMEOUT = 1205
 
 
@@ -287,7 +290,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """Delete rows whose key has been free, or overdue, for ``older_than``.
 
         Works in batches of ``batch_size`` rows, each in a transaction of its own that
-        locks only what it deletes and passes over rows that are at work.
+        locks only what it deletes and passes over rows that are at work. On SQLite,
+        which has one writer, it rests after each batch.
 
         Args:
             progress: Called after each batch with how many were deleted so far.
@@ -307,9 +311,13 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             if not keys:
                 return deleted
             after = keys[-1]
+            started = time.monotonic()
             deleted += self._prune(stale.filter(key__in=keys))
             if progress is not None:
                 progress(deleted)
+            if connections[self.db].vendor == "sqlite":
+                # It has one writer, and no queue in which the others would get ahead.
+                time.sleep(_PRUNE_REST * (time.monotonic() - started))
 
     def _prune(self, stale: LockQuerySet) -> int:
         """Delete rows in a transaction that is repeated if the database asks for it."""

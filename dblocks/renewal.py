@@ -45,6 +45,7 @@ class Timekeeper:
         self._mutex = threading.Lock()
         self._condition = threading.Condition(self._mutex)
         self._holds: dict[int, weakref.ref[Hold]] = {}
+        self._by_key: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._workers: dict[BaseBackend, _Worker] = {}
         self._thread: threading.Thread | None = None
         self._wakes_at = 0.0
@@ -52,7 +53,8 @@ class Timekeeper:
     def add(self, hold: Hold) -> None:
         """Watch over a hold until it is discarded, lost or forgotten."""
         with self._mutex:
-            self._holds[id(hold)] = weakref.ref(hold)
+            ref = self._holds[id(hold)] = weakref.ref(hold)
+            self._by_key[hold.backend, hold.grant.key] = ref
             if self._thread is None:
                 self._start()
             elif min(hold.renew_at, hold.deadline) < self._wakes_at:
@@ -71,8 +73,17 @@ class Timekeeper:
 
     def discard(self, hold: Hold) -> None:
         """Watch no more over a hold."""
+        place = hold.backend, hold.grant.key
         with self._mutex:
-            self._holds.pop(id(hold), None)
+            ref = self._holds.pop(id(hold), None)
+            if ref is not None and self._by_key.get(place) is ref:
+                del self._by_key[place]
+
+    def holder(self, backend: BaseBackend, key: str) -> Hold | None:
+        """Return the live hold that this process has on a key, if it has one."""
+        ref = self._by_key.get((backend, key))
+        hold = ref() if ref is not None else None
+        return hold if hold is not None and hold.is_live() else None
 
     def hurry(self) -> None:
         """Look at the clock now; it was moved, or something became due."""
@@ -151,6 +162,7 @@ class Timekeeper:
                 hold = ref()
                 if hold is None:
                     del self._holds[ident]
+                    self._by_key = {k: r for k, r in self._by_key.items() if r()}
                 else:
                     wakes_at = min(wakes_at, hold.renew_at, hold.deadline)
             hold = None

@@ -112,7 +112,7 @@ def _lock(
     own = give_up is not None
     give_up = _end(wait) if give_up is None else give_up
     transactions.run(using, lambda beside, _: models.ensure_row(beside, key))
-    delays = pauses(alone=False)
+    delays = pauses()
     unseen = 0
     while True:
         # By reading, on another connection: a leased row must never stay locked, or
@@ -326,7 +326,7 @@ def _begin_sqlite(
     the holder from releasing.
     """
     give_up = _end(wait)
-    for delay in pauses(alone=False):
+    for delay in pauses():
         seen = models.read(connection, key) or Reading()
         left = max(0.0, give_up - time.monotonic())
         if seen.remaining <= 0:
@@ -353,7 +353,7 @@ def _lock_sqlite(
 ) -> models.DistributedLock | None:
     """Take the database's only write lock, in the transaction that is open."""
     give_up = _end(wait)
-    for delay in pauses(alone=False):
+    for delay in pauses():
         seen = models.read(connection, key) or Reading()
         left = give_up - time.monotonic()
         if seen.remaining <= 0 or left <= 0:

@@ -36,7 +36,7 @@ class Aside(Call):
 
 
 class Pause:
-    """Wait until the place is woken, or for so many seconds."""
+    """Wait until the place is woken, or for so long; sends back whether it was."""
 
     __slots__ = ("place", "seconds")
 
@@ -57,7 +57,7 @@ def run(steps: Generator[Step, Any, T]) -> T:
             step = steps.send(result) if error is None else steps.throw(error)
             result = error = None
             if isinstance(step, Pause):
-                step.place.wait(step.seconds)
+                result = step.place.wait(step.seconds)
                 continue
             try:
                 result = step.function()
@@ -88,7 +88,7 @@ async def arun(
             result = error = None
             try:
                 if isinstance(step, Pause):
-                    await step.place.await_(step.seconds)
+                    result = await step.place.await_(step.seconds)
                 elif isinstance(step, Aside):
                     await _aside(step.function)
                 else:

@@ -9,8 +9,9 @@ Three things are piled on each other, and correctness depends on none of them:
   may have: a lock of the database session, which the server hands on in order. Who
   has it looks at the row every few milliseconds, and keeps it until the row is
   released, so that nobody barges in and the server wakes the next waiter by itself.
-* Where there is no gate, they look with jittered pauses, which are bounded, because
-  pauses that double each time starve the one that has waited longest.
+* Where there is no gate, they look with jittered pauses, which depend on how long the
+  key has been seen taken: pauses that grow with each look starve the one that has
+  waited longest.
 """
 
 from __future__ import annotations
@@ -31,67 +32,82 @@ from . import clock
 if TYPE_CHECKING:
     from .backends.base import Reading
 
-LOOK_EVERY = 0.002
+LOOK_EVERY = 0.001
 """Seconds between looks at the row of the one that has the gate, at first."""
 
 LONGEST_PAUSE = 0.1
-"""Seconds between looks when the wait has become long."""
+"""Seconds between looks at a key that has been taken for long."""
 
 
-def pauses(*, alone: bool) -> Iterator[float]:
-    """Yield the seconds to wait before each look at the key.
+def pause(known_for: float, *, alone: bool) -> float:
+    """Return the seconds until the next look at a key.
+
+    They grow with the time for which the same grant has been seen, not with the time
+    that the caller has waited: who has waited longest must not look most seldom.
 
     Args:
+        known_for: Since when, in seconds, nothing has changed.
         alone: Nobody else looks at it, because the gate keeps them away.
     """
     if alone:
-        waited = 0.0
-        while True:
-            pause = min(max(LOOK_EVERY, waited / 200), LONGEST_PAUSE)
-            waited += pause
-            yield pause
-    longest = 0.005
+        return min(max(LOOK_EVERY, known_for / 100), LONGEST_PAUSE)
+    return random.uniform(0.5, 1.5) * min(max(0.005, known_for / 10), LONGEST_PAUSE)
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds until each next look at what many look at."""
+    started = clock.monotonic()
     while True:
-        yield random.uniform(0.5, 1.5) * longest
-        longest = min(longest * 1.3, LONGEST_PAUSE)
+        yield pause(clock.monotonic() - started, alone=False)
 
 
 class Place:
     """A place in a line; it can be woken from any thread."""
 
+    __slots__ = ("_async", "_event", "_woken")
+
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken: asyncio.Event | None = None
+        self._woken = False
+        # Made when it is waited: most never are.
+        self._event: threading.Event | None = None
+        self._async: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""
-        self._event.set()
-        loop, woken = self._loop, self._woken
-        if loop is not None and woken is not None:
+        self._woken = True
+        if self._event is not None:
+            self._event.set()
+        if self._async is not None:
+            loop, event = self._async
             # A closed loop took along who waited.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(woken.set)
+                loop.call_soon_threadsafe(event.set)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until woken, or for this long."""
-        self._event.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until woken, or for this long; return whether it was woken."""
+        if self._event is None:
+            self._event = threading.Event()
+        if not self._woken:
+            self._event.wait(seconds)
         self._event.clear()
+        woken, self._woken = self._woken, False
+        return woken
 
-    async def await_(self, seconds: float) -> None:
+    async def await_(self, seconds: float) -> bool:
         """:meth:`wait` without holding a thread."""
-        if self._woken is None:
-            self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
-        if not self._event.is_set():
+        if self._async is None:
+            self._async = asyncio.get_running_loop(), asyncio.Event()
+        loop, event = self._async
+        if not self._woken:
             # Not wait_for(), which before Python 3.12 may swallow a cancellation.
-            assert self._loop is not None
-            timer = self._loop.call_later(seconds, self._woken.set)
+            timer = loop.call_later(seconds, event.set)
             try:
-                await self._woken.wait()
+                await event.wait()
             finally:
                 timer.cancel()
-        self._woken.clear()
-        self._event.clear()
+        event.clear()
+        woken, self._woken = self._woken, False
+        return woken
 
 
 class Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 
 from .. import arguments
-from ..waiting import Gate, pauses
+from ..waiting import Gate, pause
 
 FOREVER = 10.0**9
 """Seconds, some thirty years: the holding limit of a lock that has none."""
@@ -186,9 +186,9 @@ class BaseBackend(ABC):
         """Return a new gate to queue at for a key, or ``None`` where there is none."""
         return None
 
-    def pauses(self, key: str, *, alone: bool) -> Iterator[float]:
-        """Yield the seconds to wait before each look at a key."""
-        return pauses(alone=alone)
+    def pause(self, known_for: float, *, alone: bool) -> float:
+        """Return the seconds until the next look; see :func:`dblocks.waiting.pause`."""
+        return pause(known_for, alone=alone)
 
     def renewal_session(self) -> RenewalSession:
         """Return what a renewal thread renews through."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import ModuleType
@@ -166,10 +166,11 @@ class DatabaseBackend(BaseBackend):
             return None
         return gates.SessionGate(self.using, key)
 
-    def pauses(self, key: str, *, alone: bool) -> Iterator[float]:
-        # SQLite has no server whose work more looks would hold up.
-        sqlite = connections[self.using].vendor == "sqlite"
-        return super().pauses(key, alone=alone or sqlite)
+    def pause(self, known_for: float, *, alone: bool) -> float:
+        if connections[self.using].vendor == "sqlite":
+            # There is no server whose work more looks would hold up.
+            return random.uniform(0.5, 1.5) * super().pause(known_for, alone=True)
+        return super().pause(known_for, alone=alone)
 
     def renewal_session(self) -> RenewalSession:
         return _DatabaseRenewalSession(self)
