@@ -50,6 +50,7 @@ from .changelist import LockChangeList, LockPaginator, StateFilter
 from .conf import DEFAULT_ALIAS, backends
 from .exceptions import InvalidKey
 from .functions import SecondsUntil
+from .gates import Queues
 from .models import DistributedLock, LockQuerySet, State
 from .wording import (
     AGO,
@@ -139,7 +140,14 @@ class Shown:
 class DistributedLockAdmin(ModelAdmin):
     """Locks, read-only, with force release for those who may."""
 
-    list_display = ("shown_key", "shown_state", "shown_holder", "since", "left")
+    list_display = (
+        "shown_key",
+        "shown_state",
+        "shown_holder",
+        "since",
+        "left",
+        "waiting",
+    )
     list_filter = (StateFilter,)
     list_per_page = 50
     ordering = ("key",)
@@ -156,6 +164,7 @@ class DistributedLockAdmin(ModelAdmin):
         "shown_note",
         "since_exact",
         "left_exact",
+        "waiting",
         "version_number",
         "hold_count",
         "owner",
@@ -279,6 +288,16 @@ class DistributedLockAdmin(ModelAdmin):
             return None
         phrases = OVERDUE if lock.remaining <= 0 else AHEAD
         return time_element(lock.expires_at, phrase(phrases, abs(lock.remaining)))
+
+    @admin.display(description=gettext_lazy("waiting"))
+    def waiting(self, lock: Any) -> int | None:
+        """How many queue for it, where that is known."""
+        length: int | None
+        if hasattr(lock, "waiting"):
+            length = lock.waiting
+        else:
+            length = Queues(connections[self.locks.db]).length(lock.key)
+        return length
 
     @admin.display(description=gettext_lazy("held since"))
     def since_exact(self, lock: DistributedLock) -> SafeString | None:

@@ -171,6 +171,8 @@ def _is_bare(key: object, caller: FrameType) -> bool:
     A callable key looks the same but for this: the function that is being decorated
     is being defined by the caller, where it has no name yet.
     """
+    if isinstance(key, str):
+        return False
     if isinstance(key, type):
         return True
     if not isinstance(key, FunctionType) or key.__name__ == "<lambda>":

@@ -9,9 +9,11 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Page, Paginator
+from django.db import connections
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy
 
+from .gates import Queues
 from .models import State
 
 MAX_COUNT = 1000
@@ -76,3 +78,7 @@ class LockChangeList(ChangeList):
         if (self.show_all and self.can_show_all) or not self.multi_page:
             paginator: Any = self.paginator
             self.result_list = paginator.rows(paginator.keys)
+        self.result_list: list[Any] = list(self.result_list)
+        queues = Queues(connections[self.root_queryset.db])
+        for lock in self.result_list:
+            lock.waiting = queues.length(lock.key)

@@ -54,7 +54,8 @@ class FencedQuerySet(models.QuerySet[Any]):
 
         Raises:
             LeaseLost: One of the rows has seen a higher token.
-            TypeError: The queryset has no filter.
+            TypeError: The queryset has no filter, or the fence is neither.
+            ValueError: The token is negative.
         """
         token = token_of(fence)
         if not self.query.where:
@@ -107,8 +108,12 @@ class FencedModel(models.Model):
     def save(self, *args: Any, fence: Fence = None, **kwargs: Any) -> None:
         """Save; with ``fence``, only if the row has seen no higher token.
 
+        Args:
+            fence: The lease under which this is done, or its bare token.
+
         Raises:
             LeaseLost: It has.
+            TypeError, ValueError: The fence is neither.
         """
         if fence is None:
             super().save(*args, **kwargs)

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 from functools import lru_cache
@@ -153,6 +154,44 @@ def _prepare(connection: BaseDatabaseWrapper) -> None:
         if row is not None and row[1].upper() == "ON":
             _without.add(connection.alias)
             raise GateClosed
+
+
+class Queues:
+    """How many sessions queued at the gates of a database at one moment.
+
+    The first of each queue, who has the gate and looks at the row, is not counted.
+    On MySQL and MariaDB sessions of other users count only for who may see them.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._lengths: dict[str | int, int] = {}
+        if not available(connection):
+            return
+        with connection.cursor() as cursor:
+            cursor.execute(_QUEUES[connection.vendor])
+            for gate, length in cursor.fetchall():
+                if isinstance(gate, str):
+                    found = _GATE_NAME.search(gate)
+                    gate = found and found[0]
+                self._lengths[gate] = length
+
+    def length(self, key: str) -> int | None:
+        """Return how many queue for a key; ``None`` if none are known to."""
+        if not self._lengths:
+            return None
+        return self._lengths.get(name(self._connection, key))
+
+
+_QUEUES = {
+    "mysql": "SELECT info, COUNT(*) FROM information_schema.processlist "
+    "WHERE state = 'User lock' GROUP BY info",
+    "postgresql": "SELECT (classid::bigint << 32) | objid::bigint, COUNT(*) "
+    "FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND NOT granted "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = CURRENT_DATABASE()) "
+    "GROUP BY 1",
+}
+_GATE_NAME = re.compile(r"dblocks:[0-9a-f]{40}")
 
 
 class SessionGate(Gate):

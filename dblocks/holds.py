@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import clock
@@ -36,6 +37,9 @@ class Terms:
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", margin(self.lease))
         object.__setattr__(self, "interval", (self.lease - self.margin) / 3)
+
+
+terms = lru_cache(maxsize=256)(Terms)
 
 
 def margin(lease: float) -> float:

@@ -45,8 +45,12 @@ class Lease:
     A context manager that releases on leaving, and then raises :exc:`LeaseLost` if the
     lease was lost meanwhile and the body raised nothing itself. May be handed to
     another thread and released there. One that nothing refers to any more is renewed
-    no longer, with a ``ResourceWarning``. ``key``, ``owner`` and ``backend`` say what
-    is held, by whom and where.
+    no longer, with a ``ResourceWarning``. ::
+
+        with distributed_lock("import") as lease:
+            for row in rows:
+                lease.check()
+                ...
     """
 
     def __init__(
@@ -477,7 +481,12 @@ class Lease:
 
 
 def current_lease(key: str | None = None) -> Lease:
-    """Return the innermost lease of the current owner.
+    """Return the innermost lease of the current owner. ::
+
+        @distributed_lock("order:{order_id}")
+        def ship(order_id):
+            order = Order.objects.filter(pk=order_id)
+            order.fenced_update(current_lease(), shipped=True)
 
     Args:
         key: Only of this key.

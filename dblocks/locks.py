@@ -13,7 +13,7 @@ from .acquisition import Acquisition
 from .arguments import UNSET, OnLocked, Unset
 from .backends.base import FOREVER, BaseBackend, Reading
 from .conf import DEFAULT_ALIAS, backends
-from .holds import Terms
+from .holds import Terms, terms
 from .leases import Lease, sync_only
 from .steps import arun, run
 
@@ -32,7 +32,19 @@ class Lock:
 
     Re-entrant for its owner: the current asyncio task; in sync code that asgiref runs
     for a task, that one call; else the current thread; or whoever presents the same
-    ``owner=``.
+    ``owner=``. ::
+
+        report = distributed_lock("report", timeout=0)
+
+        lease = report.try_acquire()
+        if lease is None:
+            return "somebody else is at it"
+        with lease:
+            ...
+
+    Attributes:
+        key, backend, owner, note, atomic, on_locked, renew: As given.
+        timeout, lease, max_hold, hold_at_least: As given, in seconds.
     """
 
     def __init__(
@@ -64,7 +76,6 @@ class Lock:
         self.note = arguments.text("note", note)
         self.backend = arguments.text("backend", backend)
         self._entered: dict[ownership.Owner, list[Lease]] = {}
-        self._terms: tuple[BaseBackend, Terms] | None = None
 
     def __repr__(self) -> str:
         return f"<Lock {self.key!r} backend={self.backend!r}>"
@@ -146,14 +157,9 @@ class Lock:
 
     def terms(self, backend: BaseBackend) -> Terms:
         """How it is held on a backend, whose settings give the defaults."""
-        known = self._terms
-        if known is not None and known[0] is backend:
-            return known[1]
         lease = backend.lease if isinstance(self.lease, Unset) else self.lease
         max_hold = FOREVER if self.max_hold is None else self.max_hold
-        terms = Terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
-        self._terms = backend, terms
-        return terms
+        return terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
 
     @property
     def literal_key(self) -> str:

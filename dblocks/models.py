@@ -394,7 +394,18 @@ class LockManager(models.Manager.from_queryset(LockQuerySet)):  # type: ignore[m
 
 
 class DistributedLock(models.Model):
-    """A named lock: who has it, until when, under which version."""
+    """A named lock: who has it, until when, under which version.
+
+    Attributes:
+        key: What is locked, compared exactly.
+        owner: The owner's id; empty when nobody has it.
+        holder, note: Who that is and what for, for people; kept after a release.
+        hold_count: Acquisitions outstanding.
+        version: The fencing token of the latest grant; nothing lowers it.
+        acquired_at: Since when, in UTC; ``None`` after a force release.
+        expires_at: The key is free when this is in the database's past.
+        state, remaining: As :meth:`LockQuerySet.with_state` annotates them.
+    """
 
     key = ExactCharField(_("key"), max_length=255, primary_key=True)
     owner = ExactCharField(_("owner"), max_length=64, blank=True, default="")

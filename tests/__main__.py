@@ -1,6 +1,6 @@
 """Run pytest once for every database configuration, on private servers.
 
-``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Two runs go
+``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Three runs go
 on at a time; the output of each is shown when it ends, in full if it failed. A database
 that can't be started is an error.
 """
@@ -34,6 +34,8 @@ class Configuration:
     isolation: str = "read committed"
     #: Run the core of the tests alone, unless told what to run.
     core: bool = False
+    #: Modules to leave out, unless told what to run.
+    without: tuple[str, ...] = ()
     #: Run the quick part of the fault tests, and nothing else.
     faults: bool = False
 
@@ -71,12 +73,18 @@ CORE = [
 ]
 """The modules of tests in which the database's isolation or version may tell."""
 
+BROWSER = ("admin_browser",)
+"""The modules that drive the admin in a browser, where the database hardly tells."""
+
+LONG = (*BROWSER, "demo", "leaks", "shop_site", "user_projects")
+"""The modules that take long."""
+
 CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
         Configuration("mariadb", "mariadb"),
-        Configuration("postgres", "postgres"),
-        Configuration("sqlite"),
+        Configuration("postgres", "postgres", without=BROWSER),
+        Configuration("sqlite", without=BROWSER),
         Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
         Configuration("postgres-rr", "postgres", "repeatable read", core=True),
         Configuration("sqlite-memory", core=True),
@@ -189,12 +197,19 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         default=[],
         help="run only the core of the tests on this one; may be repeated",
     )
+    parser.add_argument(
+        "--short",
+        action="append",
+        choices=CONFIGURATIONS,
+        default=[],
+        help="leave out the tests that take long on this one; may be repeated",
+    )
     parser.add_argument("--coverage", action="store_true", help="measure and report")
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "2"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 2)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS", "3"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 3)",
     )
     return parser.parse_known_args()
 
@@ -234,8 +249,11 @@ def main() -> int:
                 runs.append(Run(configuration, whole_command, environment, output))
                 continue
             core = configuration.core or configuration.name in options.core
-            selected_tests = [f"tests/test_{name}.py" for name in CORE if core]
-            whole_command = command + (arguments or selected_tests)
+            without = LONG if configuration.name in options.short else None
+            chosen = [f"tests/test_{name}.py" for name in CORE if core]
+            for name in without or configuration.without:
+                chosen.append(f"--ignore=tests/test_{name}.py")
+            whole_command = command + (arguments or chosen)
             runs.append(Run(configuration, whole_command, environment, output))
         failed = run_all(runs, jobs=options.jobs, arguments=arguments)
 

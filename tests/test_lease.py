@@ -13,6 +13,8 @@ from django.db.backends.utils import CursorWrapper
 
 import dblocks
 from dblocks import Lease, LeaseLost, Lock, current_lease
+from dblocks.conf import backends
+from dblocks.waiting import lines
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, STEP, always, eventually
 
@@ -282,6 +284,34 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, 
     counted("execute")
     counted("executemany")
     return seen
+
+
+@pytest.mark.database_backend
+def test_release_wakes_a_thread_of_the_process(
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    statements: list[tuple[threading.Thread, str]],
+) -> None:
+    """It takes the key at once, without looking whether that is free."""
+    verbs = []
+    for _ in range(5):
+        lease = lock().acquire()
+        acquired = other.start(lock(timeout=DEADLINE).acquire)
+        eventually(lambda: lines.waiting(backends["default"], key))
+        time.sleep(0.15)
+        statements.clear()
+        lease.release()
+        granted = acquired.result(DEADLINE)
+        mine = [
+            sql.split()[0]
+            for thread, sql in statements
+            if thread is not threading.current_thread()
+        ]
+        verbs.append(mine)
+        other.do(granted.release)
+    # It looks ten times a second, and so perhaps just now.
+    assert any("SELECT" not in mine for mine in verbs), verbs
 
 
 @pytest.mark.database_backend

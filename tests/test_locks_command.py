@@ -9,15 +9,20 @@ from io import StringIO
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import connection, connections
+from django.test import Client
+from django.urls import reverse
 
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from tests.factories import LockFactory, stored
+from tests.processes import Workers
+from tests.timing import DEADLINE, eventually
 
 pytestmark = pytest.mark.usefixtures("committed")
 
@@ -57,13 +62,52 @@ def one_of_each() -> None:
 # list and show
 
 
+def test_waiting(run: Run, workers: Workers, key: str) -> None:
+    """Who queues is counted where the server knows; elsewhere nothing is claimed."""
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    queue = [{"key": key, "timeout": DEADLINE}] * 3
+    waiters = workers.start_all("hold", queue)
+
+    def shown() -> int | None:
+        _status, out, _err = run("show", key, "--json")
+        waiting: int | None = json.loads(out)["waiting"]
+        return waiting
+
+    if connection.vendor == "sqlite":
+        assert shown() is None
+    else:
+        # The first of them is let to look.
+        eventually(lambda: shown() == 2, what="two in the queue")
+        _status, out, _err = run("list")
+        [row] = [line for line in out.splitlines() if line.startswith(key)]
+        assert row.split()[-2:] == ["2", "-"]
+        url = reverse("admin:dblocks_distributedlock_changelist")
+        browser = Client()
+        browser.force_login(User.objects.create_superuser("operator"))
+        page = browser.get(url).content.decode()
+        assert '<td class="field-waiting">2</td>' in page
+    for process in (holder, *waiters):
+        process.tell("release")
+    for process in (holder, *waiters):
+        process.until_done()
+
+
 def test_list(run: Run) -> None:
     """The table shows every lock with its state, holder and note."""
     one_of_each()
     status, out, err = run("list")
     assert (status, err) == (0, "")
     head, *rows, count = out.splitlines()
-    assert head.split() == ["KEY", "STATE", "HOLDER", "AGE", "REMAINING", "NOTE"]
+    assert head.split() == [
+        "KEY",
+        "STATE",
+        "HOLDER",
+        "AGE",
+        "REMAINING",
+        "WAITING",
+        "NOTE",
+    ]
     assert [row.split()[:2] for row in rows] == [
         ["cooling", "cooling"],
         ["expired", "expired"],
@@ -104,6 +148,7 @@ def test_json(run: Run) -> None:
     assert timedelta(0) < now - acquired_at < timedelta(seconds=180)
     assert timedelta(0) < expires_at - now <= timedelta(seconds=3600)
     assert 119 < lock.pop("age") < 180
+    assert lock.pop("waiting") is None
     assert 3540 < lock.pop("remaining") <= 3600
     assert lock == {
         "key": "k",

@@ -20,6 +20,7 @@ from django.utils.translation import ngettext
 
 from dblocks import arguments
 from dblocks.conf import DEFAULT_ALIAS, backends
+from dblocks.gates import Queues
 from dblocks.management import first_deploy
 from dblocks.management.usage import (
     EX_CONFIG,
@@ -199,16 +200,18 @@ durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7
                 raise bad_usage("--json and --watch exclude each other: write one")
             self._watch(rows, checked(arguments.bounded, "--watch", watch))
         elif json:
-            self._write_json([as_json(row) for row in rows.iterator()])
+            queues = Queues(connections[rows.db])
+            self._write_json([as_json(row, queues) for row in rows.iterator()])
         elif self.verbosity > 0:
             self._draw(list_of(rows))
 
     def show(self, *, key: str, json: bool, **options: Any) -> None:
         row = self._find(key)
+        shown = as_json(row, Queues(connections[self.locks.db]))
         if json:
-            self._write_json(as_json(row))
+            self._write_json(shown)
         elif self.verbosity > 0:
-            self._describe(row)
+            self._describe(shown)
 
     def _find(self, key: str) -> DistributedLock:
         key = checked(arguments.key, key)
@@ -227,7 +230,8 @@ durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7
 
     def _draw(self, rows: Sequence[DistributedLock], most: int | None = None) -> None:
         shown = rows if most is None else rows[: max(1, most)]
-        for line, state in table(shown, self._width()):
+        queues = Queues(connections[self.locks.db])
+        for line, state in table(shown, queues, self._width()):
             self.stdout.write(self._colored(line, state))
         text = ngettext("%(count)d lock", "%(count)d locks", len(rows))
         text %= {"count": len(rows)}
@@ -250,11 +254,11 @@ durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7
         style: str = getattr(self.style, _COLORS[state])(text)
         return style
 
-    def _describe(self, row: DistributedLock) -> None:
-        lines = {name: _text(value) for name, value in as_json(row).items()}
+    def _describe(self, shown: dict[str, Any]) -> None:
+        lines = {name: _text(value) for name, value in shown.items()}
         width = max(map(len, lines))
         for name, value in lines.items():
-            state = row.state if name == "state" else None
+            state = value if name == "state" else None
             self.stdout.write(f"{name:{width}}  {self._colored(value, state)}".rstrip())
 
     def _watch(self, rows: LockQuerySet, every: float) -> None:
@@ -427,7 +431,7 @@ def list_of(rows: LockQuerySet) -> list[DistributedLock]:
     return [*rows.all()]
 
 
-def as_json(row: DistributedLock) -> dict[str, Any]:
+def as_json(row: DistributedLock, queues: Queues | None = None) -> dict[str, Any]:
     """Return a lock as the option ``--json`` writes it; its shape is documented."""
     held = row.state in {HELD, EXPIRED}
     age = None
@@ -445,6 +449,7 @@ def as_json(row: DistributedLock) -> dict[str, Any]:
         "expires_at": _moment(row.expires_at),
         "age": age,
         "remaining": round(max(0.0, float(row.remaining)), 3),
+        "waiting": queues and queues.length(row.key),
     }
 
 
@@ -482,11 +487,13 @@ def _duration(value: float | None) -> str:
     return f"{value:.0f}s"
 
 
-_COLUMNS = ("KEY", "STATE", "HOLDER", "AGE", "REMAINING", "NOTE")
+_COLUMNS = ("KEY", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
 _LEAST = 8
 
 
-def table(rows: Iterable[DistributedLock], width: int) -> list[tuple[str, str | None]]:
+def table(
+    rows: Iterable[DistributedLock], queues: Queues, width: int
+) -> list[tuple[str, str | None]]:
     """Return the lines of a table with the state of each, cut to a width.
 
     Key, holder and note give way, whichever is widest first.
@@ -494,7 +501,7 @@ def table(rows: Iterable[DistributedLock], width: int) -> list[tuple[str, str | 
     cells: list[list[str]] = [list(_COLUMNS)]
     states: list[str | None] = [None]
     for row in rows:
-        shown = as_json(row)
+        shown = as_json(row, queues)
         over = row.state in {FREE, EXPIRED}
         holder = "" if row.state == FREE else row.holder
         note = "" if row.state == FREE else row.note
@@ -505,6 +512,7 @@ def table(rows: Iterable[DistributedLock], width: int) -> list[tuple[str, str | 
                 _text(holder),
                 _duration(shown["age"]),
                 "-" if over else _duration(shown["remaining"]),
+                _text(shown["waiting"]),
                 _text(note),
             ]
         )
@@ -512,7 +520,7 @@ def table(rows: Iterable[DistributedLock], width: int) -> list[tuple[str, str | 
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     spare = width - 2 * (len(widths) - 1)
     while sum(widths) > spare:
-        widest = max((0, 2, 5), key=lambda number: widths[number])
+        widest = max((0, 2, 6), key=lambda number: widths[number])
         if widths[widest] <= _LEAST:
             break
         widths[widest] -= 1
