@@ -32,21 +32,35 @@ def merge(rows: Iterable[Row]) -> dict[str, Any]:
     return merged
 
 
-def write(engine: str, seed: int, seconds: float, rows: list[Row]) -> None:
-    """Keep what a full run of an engine measured, and bring the page up to date."""
+def write(
+    engine: str, seed: int, seconds: float, rows: list[Row], *, again: bool = False
+) -> None:
+    """Keep what a full run of an engine measured, and bring the page up to date.
+
+    Args:
+        again: Only these faults were run again; the other figures stay.
+    """
     versions = next((row["versions"] for row in rows if "versions" in row), "")
     faults: dict[str, dict[str, Any]] = {}
     for fault in {row["job"] for row in rows}:
         mine = [row for row in rows if row["job"] == fault]
         faults[fault] = merge(row for row in mine if "versions" in row) or merge(mine)
     known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    known[engine] = {
-        "date": time.strftime("%F"),
-        "seed": seed,
-        "minutes": round(seconds / 60),
-        "versions": versions,
-        "faults": dict(sorted(faults.items())),
-    }
+    if again:
+        run = known[engine]
+        run["faults"] |= faults
+        run["again"] = {
+            **run.get("again", {}),
+            **dict.fromkeys(faults, f"{time.strftime('%F')}, seed {seed}"),
+        }
+    else:
+        known[engine] = {
+            "date": time.strftime("%F"),
+            "seed": seed,
+            "minutes": round(seconds / 60),
+            "versions": versions,
+            "faults": dict(sorted(faults.items())),
+        }
     FIGURES.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     render(known)
 
@@ -68,6 +82,8 @@ def table(known: dict[str, Any]) -> str:
             f"* {TITLES[engine]}: {run['date']}, {run['versions']}, "
             f"seed {run['seed']}, {run['minutes']} minutes."
         )
+        for fault, when in run.get("again", {}).items():
+            lines[-1] += f" {fault} was run again: {when}."
     titles = [TITLES[engine] for engine in engines]
     lines += [
         "",
