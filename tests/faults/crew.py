@@ -160,7 +160,10 @@ class Crew:
             self._child.stdin.write((json.dumps(message) + "\n").encode())
             members.append(member)
         self._child.stdin.flush()
-        self.until(lambda: all(member.pid for member in members), what="the forks")
+        # Those that are there already may keep the machine busy.
+        self.until(
+            lambda: all(member.pid for member in members), 4 * DEADLINE, "the forks"
+        )
         return members
 
     def finish(self, members: Iterable[Member], within: float = 2 * DEADLINE) -> None:

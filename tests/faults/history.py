@@ -116,7 +116,10 @@ def overlaps(events: list[Event], grants: list[Event]) -> list[Fault]:
                 span.last = event
     faults = []
     latest: Span | None = None
-    for span in sorted(spans.values(), key=lambda span: span.start):
+    # Whoever was stopped while asking may see its grant when it is over already: that
+    # it was held is certain at no moment.
+    certain = [span for span in spans.values() if span.start <= span.end]
+    for span in sorted(certain, key=lambda span: span.start):
         if latest is not None and span.start < latest.end:
             faults.append(
                 Fault("overlap", (latest.grant, latest.last, span.grant, span.last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,22 +32,41 @@ def merge(rows: Iterable[Row]) -> dict[str, Any]:
     return merged
 
 
-def write(engine: str, seed: int, seconds: float, rows: list[Row]) -> None:
-    """Keep what a full run of an engine measured, and bring the page up to date."""
+def write(
+    engine: str, seed: int, seconds: float, rows: list[Row], *, again: bool = False
+) -> None:
+    """Keep what a full run of an engine measured, and bring the page up to date.
+
+    Args:
+        again: Only these faults were run again; the other figures stay.
+    """
     versions = next((row["versions"] for row in rows if "versions" in row), "")
     faults: dict[str, dict[str, Any]] = {}
     for fault in {row["job"] for row in rows}:
         mine = [row for row in rows if row["job"] == fault]
         faults[fault] = merge(row for row in mine if "versions" in row) or merge(mine)
     known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    known[engine] = {
-        "date": time.strftime("%F"),
-        "seed": seed,
-        "minutes": round(seconds / 60),
-        "versions": versions,
-        "faults": dict(sorted(faults.items())),
-    }
-    FIGURES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    if again:
+        run = known[engine]
+        run["faults"] |= faults
+        run["again"] = {
+            **run.get("again", {}),
+            **dict.fromkeys(faults, f"{time.strftime('%F')}, seed {seed}"),
+        }
+    else:
+        known[engine] = {
+            "date": time.strftime("%F"),
+            "seed": seed,
+            "minutes": round(seconds / 60),
+            "versions": versions,
+            "faults": dict(sorted(faults.items())),
+        }
+    FIGURES.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    render(known)
+
+
+def render(known: dict[str, Any]) -> None:
+    """Put the figures of all engines into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(known)}\n{END}{after}")
@@ -62,6 +82,8 @@ def table(known: dict[str, Any]) -> str:
             f"* {TITLES[engine]}: {run['date']}, {run['versions']}, "
             f"seed {run['seed']}, {run['minutes']} minutes."
         )
+        for fault, when in run.get("again", {}).items():
+            lines[-1] += f" {fault} was run again: {when}."
     titles = [TITLES[engine] for engine in engines]
     lines += [
         "",
@@ -85,7 +107,12 @@ def cell(figures: dict[str, Any] | None) -> str:
     """Return the figures of one fault on one engine."""
     if not figures:
         return "–"
-    return ", ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-        for name, value in figures.items()
-    )
+    texts = []
+    for name, value in figures.items():
+        number = f"{value:,}" if isinstance(value, int) else str(value)
+        measured = re.fullmatch(r"(.*) \((.*)\)", name)
+        if measured is not None:
+            texts.append(f"{measured[1]} {number} {measured[2]}")
+        else:
+            texts.append(f"{name} {number}")
+    return ", ".join(texts)

@@ -74,9 +74,11 @@ def test_exclusion(crew: Crew, key: str, figures: Figures) -> None:
     """I1: no two hold a key at once, with one key and several, queued and not."""
     start = soon()
     end = start + counts(DEADLINE, 1200.0)
+    # On SQLite, where nobody wakes a waiter, more keys are the way to more grants.
+    number = pick(2, 8 if connection.vendor == "sqlite" else 3)
     table = [
         {
-            "keys": [f"{key}:{number}" for number in range(pick(2, 3))],
+            "keys": [f"{key}:{number}" for number in range(number)],
             "start": start,
             "until": end,
             "rounds": counts(50, 25_000) if timeout else 10**6,
@@ -199,7 +201,7 @@ def test_isolation_levels(
     server: str, crew: Crew, key: str, level: str, nested: bool, figures: Figures
 ) -> None:
     """F16: at every level, lock operations pass no database error to their callers."""
-    start = soon()
+    start = soon() + pick(0.0, 4.0)
     end = start + counts(DEADLINE, 15.0)
     keys = [f"{key}:{number}" for number in range(4)]
     table = [
@@ -239,7 +241,7 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
         table = [
             {
                 "key": key,
-                "timeout": counts(20.0, 120.0),
+                "timeout": pick(20.0, 120.0),
                 "threads": threads,
                 "start": start,
                 "given_back": given_back,
@@ -251,7 +253,7 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
             lambda: all(member.saw("statements") for member in members),
             within=given_back - start + DEADLINE,
         )
-    crew.finish(members, within=counts(30.0, 120.0))
+    crew.finish(members, within=pick(30.0, 120.0))
     served = grants(crew)
     assert served == processes * threads
     tokens = [event.token for event in crew.history() if event.what == "grant"]
@@ -262,7 +264,7 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
     mean = sum(rates) / len(rates)
     figures |= {
         "waiters": served,
-        "statements a second and process (mean)": round(mean, 1),
+        "statements by a process (/s)": round(mean, 1),
     }
     if connection.vendor != "sqlite" and FULL:
         assert mean <= WAITERS_STATEMENTS

@@ -85,6 +85,14 @@ def test_what_may_have_been_in_order() -> None:
     )
 
 
+def test_answer_that_came_when_the_lease_was_over() -> None:
+    """A grant that nobody saw held after its answer came overlaps with nothing."""
+    late = event("grant", 1, 0, 5)
+    other = [event("grant", 2, 3, 4, "b"), event("release", 2, 6, 7, "b")]
+    assert not kinds(late, *other)
+    assert kinds(late, event("held", 1, 5.5, 5.5), *other) == ["overlap"]
+
+
 def test_repeated_token() -> None:
     """No token twice, in whichever process."""
     assert "repeated token" in kinds(

@@ -49,3 +49,13 @@ def test_page(page: Path) -> None:
         "| F10 | – | holes 30 |",
         "| control | – | lost 9 |",
     ]
+
+
+def test_one_fault_again(page: Path) -> None:
+    """A fault that was run again leaves the other figures, and says so."""
+    record.write("sqlite", 8, 60, [row("F1", killed=1), row("F2", killed=2)])
+    record.write("sqlite", 9, 10, [row("F2", killed=3)], again=True)
+    text = page.read_text()
+    assert "| F1 | killed 1 |" in text
+    assert "| F2 | killed 3 |" in text
+    assert "seed 8, 1 minutes. F2 was run again: " in text
