@@ -70,8 +70,9 @@ class Acquisition:
             if isinstance(found, Lease):
                 return found
             seen = found
-        line, place = lines.join(self.backend, self.key)
+        place = Place()
         try:
+            line = lines.join(self.backend, self.key, place)
             return (yield from self._stand_in_line(line, place, seen))
         finally:
             lines.leave(self.backend, self.key, place)
@@ -89,12 +90,22 @@ class Acquisition:
         )
 
     def _stand_in_line(self, line: Line, place: Place, seen: Reading | None) -> Steps:
+        explicit = self.lock.owner
         while not line.is_first(place) and clock.monotonic() < self.give_up:
-            yield Pause(place, min(self.give_up - clock.monotonic(), MAX_PAUSE))
-        if seen is None and not line.is_first(place):
+            longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
+            left = self.give_up - clock.monotonic()
+            woken = yield Pause(place, min(left, longest))
+            news = line.last_seen()
+            if news is not None and explicit is not None and news.owner == explicit:
+                # Its owner has the key meanwhile.
+                break
+            if news is None and not woken and left > MAX_PAUSE:
+                # The first is stuck.
+                break
+        if seen is None and clock.monotonic() >= self.give_up:
             # Its time is over: what the first has seen holds for all.
             seen = line.last_seen()
-        if seen is None and self._holder_here() is None:
+        if seen is None and (explicit is not None or self._holder_here() is None):
             found: Lease | Reading = yield Call(self._attempt)
             if isinstance(found, Lease):
                 return found
@@ -141,7 +152,8 @@ class Acquisition:
                 limit = min(limit, seen.remaining)
             # Somebody has let this one in, and the row is free in all likelihood.
             let_in = False
-            if self._holder_here() is not None:
+            here = self._holder_here()
+            if here is not None and here.grant.version == seen.version:
                 let_in = yield Pause(place, min(LONGEST_PAUSE, limit))
             elif gate is not None and not gate.held:
                 try:
@@ -189,28 +201,40 @@ class Acquisition:
             queued: The key's gate is this one's.
         """
         hold = self._own_hold()
-        reentered = hold is not None
-        if hold is not None and not self.backend.can_write():
-            lease = Lease(self.lock, hold, self.me, counted=False)
-        else:
+        can_write = hold is None or self.backend.can_write()
+        lease = None
+        if hold is not None and (self.lock.owner is None or not can_write):
+            # Before anything is asked: another thread may release the others of this
+            # hold meanwhile. What an explicit owner has elsewhere, nobody knows here.
+            lease = self._joined(hold)
+            if lease is None:
+                hold = None
+        if lease is None or can_write:
             sent = clock.monotonic()
-            patience = max(self.give_up - sent, PATIENCE)
             request = self._request(hold, queued)
-            found = self.backend.try_acquire(request, patience)
-            if isinstance(found, Reading):
-                if hold is None:
-                    return found
-                reason = found.reason_for(hold.grant)
-                if reason is not None:
-                    hold.lose(reason)
-                    return found
-                # Still ours; a guard of our own transaction has it pinned.
-                lease = Lease(self.lock, hold, self.me, counted=False)
+            try:
+                patience = max(self.give_up - sent, PATIENCE)
+                found = self.backend.try_acquire(request, patience)
+            except BaseException:
+                if lease is not None:
+                    lease.give_back()
+                raise
+            if not isinstance(found, Reading):
+                lease = self._granted(found, sent, lease)
+            elif hold is None:
+                return found
+            elif (reason := found.reason_for(hold.grant)) is not None:
+                hold.lose(reason)
+                if lease is not None:
+                    lease.give_back()
+                return found
             else:
-                lease = self._granted(found, sent, hold)
-                reentered = hold is not None and lease.belongs_to(hold)
+                # Still ours; a guard of our own transaction has it pinned.
+                lease = lease or self._joined(hold)
+                if lease is None:
+                    return found
         self.me.add(lease)
-        self._tell_acquired(lease, reentered)
+        self._tell_acquired(lease, hold is not None and lease.belongs_to(hold))
         return lease
 
     def _own_hold(self) -> Hold | None:
@@ -219,6 +243,11 @@ class Acquisition:
         else:
             hold = registry.find(self.backend, self.key, self.lock.owner)
         return hold if hold is not None and hold.is_live() else None
+
+    def _joined(self, hold: Hold) -> Lease | None:
+        """Return one more lease of a hold, not yet written, if that is still live."""
+        with hold.mutex:
+            return Lease(self.lock, hold) if hold.is_live() else None
 
     def _request(self, hold: Hold | None, queued: bool) -> Request:
         terms, explicit = self.terms, self.lock.owner
@@ -233,27 +262,35 @@ class Acquisition:
             max_hold=terms.max_hold if hold is None else hold.terms.max_hold,
             holder=ownership.holder(self.me),
             note=self.lock.note,
-            count=None if explicit else 1 if hold is None else hold.leases + 1,
+            count=None if explicit else 1 if hold is None else hold.leases,
             queued=queued,
             reenter=hold is not None or explicit is not None,
             at_once=self.timeout == 0,
         )
 
-    def _granted(self, grant: Grant, sent: float, hold: Hold | None) -> Lease:
+    def _granted(self, grant: Grant, sent: float, joined: Lease | None) -> Lease:
         lock, backend, terms = self.lock, self.backend, self.terms
+        if joined is not None:
+            if joined.note_written(grant, sent, terms.lease):
+                return joined
+            joined.leave_hold(grant)
         with registry.mutex:
+            hold = None
             if lock.owner is not None:
+                # Another thread may have been granted the same.
                 hold = registry.find(backend, grant.key, lock.owner)
-            if hold is not None and hold.grant != grant:
-                hold.lose("expired")
-                hold = None
-            if hold is not None and hold.extend(sent, terms.lease):
-                return Lease(lock, hold, self.me, counted=True)
+            if hold is not None:
+                with hold.mutex:
+                    lease = Lease(lock, hold)
+                    if lease.note_written(grant, sent, terms.lease):
+                        return lease
+                lease.leave_hold(grant)
             hold = Hold(
                 backend, grant, terms, sent, explicit=bool(lock.owner), note=lock.note
             )
             hold.test_connection = backend.test_connection()
-            lease = Lease(lock, hold, self.me, counted=True)
+            lease = Lease(lock, hold)
+            hold.written = 1
             if lock.owner is not None:
                 registry.add(hold)
             else:

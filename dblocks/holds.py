@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -141,8 +142,10 @@ class Hold:
         lines.wake(self.backend, self.grant.key)
         announce_loss(self, reason)
         if self.gate is not None:
-            # Not here: this may be the timekeeper, which does no I/O.
-            threading.Thread(target=self.leave_gate, daemon=True).start()
+            # Not here: this may be the timekeeper, which does no I/O. Where no thread
+            # can be started, the gate is freed with the hold.
+            with suppress(RuntimeError):
+                threading.Thread(target=self.leave_gate, daemon=True).start()
 
     def leave_gate(self) -> None:
         """Let the next waiter in, if this one queued."""

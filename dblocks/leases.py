@@ -20,6 +20,7 @@ from django.db import transaction as db_transaction
 from django.utils.asyncio import async_unsafe
 
 from . import arguments, clock, ownership, signals, transactions
+from .backends.base import Grant
 from .exceptions import LeaseLost
 from .holds import Hold
 from .renewal import timekeeper
@@ -53,9 +54,7 @@ class Lease:
                 ...
     """
 
-    def __init__(
-        self, lock: Lock, hold: Hold, me: ownership.Owner, *, counted: bool
-    ) -> None:
+    def __init__(self, lock: Lock, hold: Hold) -> None:
         self._hold = hold
         self._atomic = lock.atomic
         self._block: AbstractContextManager[None] | None = None
@@ -65,16 +64,17 @@ class Lease:
         self._committed = False
         with hold.mutex:
             hold.leases += 1
-            hold.written += counted
 
     def __repr__(self) -> str:
         state = "held" if self.held else self.lost_reason or "released"
         return f"<Lease {self.key!r} fencing_token={self.fencing_token} {state}>"
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
+        # Run by the garbage collector, at any point: it must not note a loss.
         if getattr(self, "_open", False) and self._hold.lost_reason is None:
             _warn(
-                f"{self!r} was dropped without release(); it is not renewed any more.",
+                f"The lease on {self.key!r} (fencing token {self.fencing_token}) was "
+                f"dropped without release(); it is not renewed any more.",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -192,9 +192,34 @@ class Lease:
 
             run_callbacks(self._hold)
 
-    def belongs_to(self, hold: Hold) -> bool:
+    def belongs_to(self, hold: Hold | None) -> bool:
         """Tell whether it is one of the leases of a hold."""
         return self._hold is hold
+
+    def note_written(self, grant: Grant, sent: float, lease: float) -> bool:
+        """Note that the database has counted it; ``False`` if that has another grant.
+
+        Args:
+            grant: What the database answered.
+            sent: Local clock before it was asked.
+            lease: For how many seconds.
+        """
+        hold = self._hold
+        with hold.mutex:
+            if hold.grant != grant or not hold.extend(sent, lease):
+                return False
+            hold.written += 1
+            return True
+
+    def leave_hold(self, grant: Grant) -> None:
+        """Undo the joining of a hold that is not what the database has granted."""
+        hold = self._hold
+        with hold.mutex:
+            self._open = False
+            hold.leases -= 1
+            outdated = hold.grant != grant and not hold.closed
+        if outdated:
+            hold.lose("expired")
 
     def take_gate(self, gate: Gate | None) -> bool:
         """Keep a gate until the release; ``False`` if it isn't needed."""

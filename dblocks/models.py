@@ -250,10 +250,13 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         if older_than is not None:
             age = arguments.duration("older_than", older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
+        missed = None
         while True:
             row = rows.first()
-            if row is None:
+            # The same one again is a snapshot's, older than what the update sees.
+            if row is None or row.version == missed:
                 return False
+            missed = row.version
             if rows.filter(version=row.version).update(
                 version=F("version") + 1,
                 hold_count=0,
@@ -705,7 +708,7 @@ def _renew(
         locking = Locking(rows, strength="NO KEY UPDATE", skip_locked=True)
         current = Q(AnyOf("key", locking))
     text, params = _update(connection, current, extended)
-    return Statement(f"{text}{_returning(connection, 'key')}", params)
+    return Statement(text + _returning(connection, "key", "version"), params)
 
 
 def _renew_joined(
@@ -957,9 +960,10 @@ def _renew_batch(
             values[f"{name}{number}"] = value
     statement = _renew(connection, size, wait, overdue)
     if connection.vendor != "mysql":
+        # A key alone may be the row of the successor, which is renewed along.
         with statement.execute(connection, values) as cursor:
-            keys = {key for (key,) in cursor.fetchall()}
-        return {grant for grant in grants if grant.key in keys}
+            renewed = {(key, version) for key, version in cursor.fetchall()}
+        return {grant for grant in grants if (grant.key, grant.version) in renewed}
     affected = _affected(connection, statement, values)
     if affected == len(grants):
         return set(grants)

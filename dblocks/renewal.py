@@ -22,7 +22,7 @@ from functools import partial
 from django.db import connections
 
 from . import clock
-from .backends.base import BaseBackend, Renewal
+from .backends.base import BaseBackend
 from .holds import Hold
 from .signals import lock_lost
 
@@ -90,13 +90,13 @@ class Timekeeper:
         with self._mutex:
             self._condition.notify()
 
-    def owed(self, connection: object) -> list[Renewal]:
-        """Take the renewals that can only be made on a test's own connection."""
+    def owed(self, connection: object) -> list[Hold]:
+        """Take what can only be renewed on a test's own connection."""
         owed = []
         for hold in self.holds():
             if hold.test_connection is connection and hold.owed:
                 hold.owed = False
-                owed.append(hold.renewal())
+                owed.append(hold)
         return owed
 
     def holds(self) -> list[Hold]:
@@ -140,8 +140,21 @@ class Timekeeper:
     def _send(self, backend: BaseBackend, batch: list[Hold]) -> None:
         worker = self._workers.get(backend)
         if worker is None:
-            worker = self._workers[backend] = _Worker(self, backend)
-            worker.start()
+            worker = _Worker(self, backend)
+            try:
+                worker.start()
+            except RuntimeError as error:
+                logger.warning(
+                    "renewal failed backend=%s leases=%d error=%s",
+                    backend.alias,
+                    len(batch),
+                    error,
+                )
+                for hold in batch:
+                    hold.failing = True
+                    hold.renew_at = clock.monotonic() + _soon(hold)
+                return
+            self._workers[backend] = worker
         for hold in batch:
             hold.failing = True
             hold.renew_at = clock.monotonic() + _soon(hold) if worker.busy else math.inf
@@ -293,7 +306,10 @@ def run_callbacks(hold: Hold, *more: Callable[[], object]) -> None:
         finally:
             connections.close_all()
 
-    threading.Thread(target=call, name="dblocks-callbacks", daemon=True).start()
+    try:
+        threading.Thread(target=call, name="dblocks-callbacks", daemon=True).start()
+    except RuntimeError as error:
+        logger.error("on_lost is not called key=%r error=%s", hold.grant.key, error)
 
 
 timekeeper = Timekeeper()

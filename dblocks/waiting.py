@@ -39,6 +39,10 @@ LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been taken for long."""
 
 
+NEWS = 1.0
+"""Seconds for which what the first in line has seen is good enough for the others."""
+
+
 def pause(known_for: float, *, alone: bool) -> float:
     """Return the seconds until the next look at a key.
 
@@ -122,11 +126,14 @@ class Line:
         self._seen = reading, clock.monotonic()
 
     def last_seen(self) -> Reading | None:
-        """Return what it said last, with the time that is left by now."""
+        """Return what it said of late, with the time that is left by now."""
         if self._seen is None:
             return None
         reading, at = self._seen
-        return replace(reading, remaining=reading.remaining - (clock.monotonic() - at))
+        age = clock.monotonic() - at
+        if age > NEWS:
+            return None
+        return replace(reading, remaining=reading.remaining - age)
 
     def is_first(self, place: Place) -> bool:
         """Tell whether it is this one's turn to ask the database."""
@@ -143,19 +150,21 @@ class Lines:
         self._mutex = threading.Lock()
         self._lines: dict[tuple[object, str], Line] = {}
 
-    def join(self, backend: object, key: str) -> tuple[Line, Place]:
+    def join(self, backend: object, key: str, place: Place) -> Line:
         """Stand in line for a key."""
-        place = Place()
         with self._mutex:
             line = self._lines.setdefault((backend, key), Line())
             line.places.append(place)
-        return line, place
+        return line
 
     def leave(self, backend: object, key: str, place: Place) -> None:
-        """Go out of line, wherever in it; a new first one is woken."""
+        """Go out of line, wherever in it, or nowhere; a new first one is woken."""
         with self._mutex:
-            line = self._lines[backend, key]
-            line.places.remove(place)
+            line = self._lines.get((backend, key))
+            if line is None:
+                return
+            with suppress(ValueError):
+                line.places.remove(place)
             if not line.places:
                 del self._lines[backend, key]
                 return

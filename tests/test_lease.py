@@ -12,8 +12,9 @@ import pytest
 from django.db.backends.utils import CursorWrapper
 
 import dblocks
-from dblocks import Lease, LeaseLost, Lock, current_lease
+from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
 from dblocks.conf import backends
+from dblocks.models import DistributedLock
 from dblocks.waiting import lines
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, STEP, always, eventually
@@ -331,6 +332,76 @@ def test_a_thousand_leases(
     released = [lease.release() for lease in leases]
     assert all(released)
     assert ticks - 2 <= renewals <= 20 * ticks, renewals
+
+
+def test_forced_out_beside_its_successor(
+    acquire: Leases, key: str, backend: str, other: OtherThread
+) -> None:
+    """Renewing the successor, in the same process, doesn't renew who was forced out."""
+    first = acquire(lease=1.5)
+    if backend == "default":
+        assert DistributedLock.objects.force_release(key)
+    else:
+        engine: Any = backends[backend]
+        assert engine.force_release(key)
+    second = other.do(distributed_lock(key, lease=1.5, backend=backend).acquire)
+    eventually(lambda: not first.held, within=0.5 + SLACK, what="the loss")
+    assert first.lost_reason == "taken"
+    assert second.held
+    other.do(second.release)
+
+
+def test_released_elsewhere_while_it_is_re_entered(
+    acquire: Leases,
+    key: str,
+    backend: str,
+    other: OtherThread,
+    obtainable: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease that another thread releases doesn't take the new one along."""
+    first = acquire()
+    engine = backends[backend]
+    ask = engine.try_acquire
+
+    def release_meanwhile(request: Any, patience: float) -> Any:
+        monkeypatch.undo()
+        found = ask(request, patience)
+        assert other.do(first.release) is True
+        return found
+
+    monkeypatch.setattr(engine, "try_acquire", release_meanwhile)
+    second = acquire()
+    assert second.held
+    assert not obtainable()
+    assert second.release() is True
+    assert obtainable()
+
+
+def test_no_thread_for_renewals(
+    acquire: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When no thread can be started for a moment, renewal goes on after that."""
+
+    def at_work() -> bool:
+        names = [thread.name for thread in threading.enumerate()]
+        return any(name.startswith("dblocks-renewal") for name in names)
+
+    eventually(lambda: not at_work(), what="the end of earlier threads")
+    starts: list[str] = []
+    start = threading.Thread.start
+
+    def fail_at_first(thread: threading.Thread) -> None:
+        if thread.name.startswith("dblocks-renewal"):
+            starts.append(thread.name)
+            if len(starts) == 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_at_first)
+    lease = acquire(lease=1.5)
+    always(lambda: lease.held, during=2, what="held")
+    assert len(starts) > 1
 
 
 def test_renewal_ends_with_the_last_lease(

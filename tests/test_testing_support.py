@@ -330,6 +330,18 @@ class InsideTestCase(TestCase):
             assert distributed_lock("inside").try_acquire() is None
         distributed_lock("inside").acquire(timeout=0).release()
 
+    def test_force_release(self) -> None:
+        """Who is forced out learns of it when a renewal was due, at an operation."""
+        lease = distributed_lock("inside", lease=1.5).acquire()
+        DistributedLock.objects.force_release("inside")
+
+        def is_lost() -> bool:
+            distributed_lock("something else").locked()
+            return not lease.held
+
+        eventually(is_lost, within=0.5 + SLACK, what="the loss")
+        assert lease.lost_reason == "forced"
+
     def test_transaction(self) -> None:
         """The test's own transactions end where they end; its TestCase's doesn't count.
 

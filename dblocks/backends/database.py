@@ -316,6 +316,10 @@ def _catch_up(connection: BaseDatabaseWrapper) -> None:
     if transactions.in_test_case(connection):
         from ..renewal import timekeeper
 
-        renewals = timekeeper.owed(connection)
-        if renewals:
-            _renew(connection, renewals, overdue=True)
+        holds = timekeeper.owed(connection)
+        if holds:
+            renewals = [hold.renewal() for hold in holds]
+            outcome = _renew(connection, renewals, overdue=True)
+            for hold in holds:
+                if hold.grant in outcome.lost:
+                    hold.lose(outcome.lost[hold.grant])
