@@ -290,10 +290,10 @@ def test_error_that_doesnt_pass(key: str, passing_error: Exception) -> None:
 
 def test_trouble_in_the_callers_thread_alone(acquire: Leases) -> None:
     """Trouble on the caller's connection doesn't touch the background renewal."""
-    lease = acquire(lease=0.6)
+    lease = acquire(lease=1.2)
     error = TRANSIENT[connection.vendor][0][1]()
     with connection.execute_wrapper(Trouble(error, times=10**9)):
-        always(lambda: lease.held, during=1.2, what="held")
+        always(lambda: lease.held, during=1.8, what="held")
 
 
 # Connections that break

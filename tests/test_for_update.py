@@ -227,14 +227,14 @@ class TestBesideOthers:
         self, acquire: Leases, key: str, other: OtherThread
     ) -> None:
         """A transaction that waits for a lease never keeps the row from its holder."""
-        lease = acquire(lease=0.6)
+        lease = acquire(lease=1.2)
 
         def wait() -> None:
             with transaction.atomic():
-                locks.for_update(key, timeout=1.4)
+                locks.for_update(key, timeout=2.0)
 
         waiting = other.start(wait)
-        always(lambda: lease.held, during=1.3, what="held")
+        always(lambda: lease.held, during=1.9, what="held")
         with pytest.raises(LockTimeout):
             waiting.result(timeout=DEADLINE)
         assert lease.release() is True

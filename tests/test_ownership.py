@@ -134,9 +134,9 @@ def test_lease_outlives_its_thread(
 ) -> None:
     """A lease from a thread that has ended is still renewed and held."""
     thread = threads()
-    lease = thread.do(lock(lease=0.5).acquire, timeout=0)
+    lease = thread.do(lock(lease=1.2).acquire, timeout=0)
     thread.close()
-    always(lambda: lease.held and not obtainable(), during=1.1, what="held")
+    always(lambda: lease.held and not obtainable(), during=1.8, what="held")
     assert lease.release() is True
 
 
@@ -428,7 +428,7 @@ def in_forked_child(function: Callable[[], Any]) -> Any:
 
 def test_inherited_lease_is_lost(acquire: Leases, obtainable: Obtainable) -> None:
     """In a forked child the parent's lease is lost; the parent's goes on."""
-    lease = acquire(lease=0.6)
+    lease = acquire(lease=1.2)
 
     def child() -> list[Any]:
         renewal = "renewed"
@@ -496,8 +496,8 @@ def test_forked_child_is_another_owner(acquire: Leases, lock: Locks) -> None:
 
     def child() -> list[Any]:
         refused = lock().try_acquire() is None
-        with lock("child's own key", lease=0.6).acquire(timeout=2) as own:
-            until = time.monotonic() + 1
+        with lock("child's own key", lease=1.2).acquire(timeout=2) as own:
+            until = time.monotonic() + 1.8
             while own.held and time.monotonic() < until:
                 time.sleep(0.05)
             kept = own.held

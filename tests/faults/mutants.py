@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant(
         "the lease counts from the answer",
         "acquisition.py",
-        "lease = self._granted(found, sent, hold)",
-        "lease = self._granted(found, clock.monotonic(), hold)",
+        "lease = self._granted(found, sent, lease)",
+        "lease = self._granted(found, clock.monotonic(), lease)",
         ("tests/faults/test_late_answers.py::test_answer_to_an_acquire",),
         quick=POSTGRESQL,
     ),
