@@ -68,6 +68,9 @@ def run(steps: Generator[Step, Any, T]) -> T:
         return value
     finally:
         steps.close()
+        # It refers to this frame, and a lease in it would be renewed until the garbage
+        # collector comes by.
+        error = None
 
 
 async def arun(
@@ -99,6 +102,9 @@ async def arun(
         return stop.value
     finally:
         steps.close()
+        # It refers to this frame, and a lease in it would be renewed until the garbage
+        # collector comes by.
+        error = None
 
 
 async def _aside(function: Callable[[], object]) -> None:

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import pytest
 from django.db import connections
 
 from dblocks import Lease, Lock
+from dblocks.acquisition import Acquisition
+from dblocks.conf import backends
 from dblocks.renewal import timekeeper
 from tests.timing import DEADLINE
 
 Locks = Callable[..., Lock]
+
+
+def test_exception_after_the_grant(
+    lock: Locks, key: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was granted to a call that failed is not renewed, whenever garbage goes."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(Acquisition, "_tell_acquired", fail)
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            with suppress(RuntimeError):
+                lock().acquire(timeout=0)
+        assert timekeeper.holder(backends[backend], key) is None
+    finally:
+        gc.enable()
 
 
 def test_interrupt_as_the_timekeepers_mutex_is_taken(lock: Locks, key: str) -> None:

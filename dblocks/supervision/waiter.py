@@ -114,6 +114,7 @@ class Waiter(threading.Thread):
             return found
         finally:
             steps.close()
+            error = None
 
     def _end(self, found: Lease | Reading) -> None:
         if isinstance(found, Reading):
