@@ -15,7 +15,7 @@ from .exceptions import LockTimeout
 from .holds import Hold, registry
 from .leases import PATIENCE, Lease
 from .renewal import timekeeper
-from .steps import Aside, Call, Pause, Step
+from .steps import Aside, Call, Pause, Step, arun, run
 from .waiting import LONGEST_PAUSE, LOOK_EVERY, Gate, GateClosed, Line, Place, lines
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ class Acquisition:
         self.give_up = self.started + (FOREVER if timeout is None else timeout)
         self.terms = lock.terms(self.backend)
 
+    def run(self) -> Lease | Reading:
+        """Acquire in this thread: the lease, or who has the key instead."""
+        return run(self.steps())
+
+    async def arun(self) -> Lease | Reading:
+        """:meth:`run` for async code."""
+        found: Lease | Reading = await arun(
+            self.steps(), kind=Lease, undo=Lease.give_back
+        )
+        return found
+
     def lease(self, found: Lease | Reading) -> Lease:
         """Return the lease that was granted, or raise ``LockTimeout``."""
         if isinstance(found, Lease):
@@ -63,7 +74,7 @@ class Acquisition:
         )
 
     def steps(self) -> Steps:
-        """Acquire in steps; the result is the lease, or who has the key instead."""
+        """Acquire in steps, with the result of :meth:`run`."""
         seen: Reading | None = None
         if self._overtakes():
             found = yield Call(self._attempt)
@@ -234,7 +245,7 @@ class Acquisition:
                 if lease is None:
                     return found
         self.me.add(lease)
-        self._tell_acquired(lease, hold is not None and lease.belongs_to(hold))
+        self._tell_acquired(lease, lease.belongs_to(hold))
         return lease
 
     def _own_hold(self) -> Hold | None:

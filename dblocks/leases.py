@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 import warnings
@@ -58,7 +57,6 @@ class Lease:
         self._hold = hold
         self._atomic = lock.atomic
         self._block: AbstractContextManager[None] | None = None
-        self._pid = os.getpid()
         self._open = True
         self._deferred = False
         self._committed = False

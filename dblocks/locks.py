@@ -11,11 +11,10 @@ from asgiref.sync import sync_to_async
 from . import arguments, ownership
 from .acquisition import Acquisition
 from .arguments import UNSET, OnLocked, Unset
-from .backends.base import FOREVER, BaseBackend, Reading
+from .backends.base import FOREVER, BaseBackend
 from .conf import DEFAULT_ALIAS, backends
 from .holds import Terms, terms
 from .leases import Lease, sync_only
-from .steps import arun, run
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -112,7 +111,7 @@ class Lock:
             DatabaseError: The database's own; it never means "taken".
         """
         acquisition = self._acquisition(timeout)
-        return acquisition.lease(run(acquisition.steps()))
+        return acquisition.lease(acquisition.run())
 
     @sync_only
     def try_acquire(self, timeout: object = 0) -> Lease | None:
@@ -125,7 +124,7 @@ class Lock:
             LockError, TransactionManagementError, DatabaseError: As for
                 :meth:`acquire`; a fault is never ``None``.
         """
-        found = run(self._acquisition(timeout).steps())
+        found = self._acquisition(timeout).run()
         return found if isinstance(found, Lease) else None
 
     @sync_only
@@ -140,11 +139,11 @@ class Lock:
     async def aacquire(self, timeout: object = UNSET) -> Lease:
         """:meth:`acquire` for async code; waits without holding a thread."""
         acquisition = self._acquisition(timeout)
-        return acquisition.lease(await _arun(acquisition))
+        return acquisition.lease(await acquisition.arun())
 
     async def atry_acquire(self, timeout: object = 0) -> Lease | None:
         """:meth:`try_acquire` for async code."""
-        found = await _arun(self._acquisition(timeout))
+        found = await self._acquisition(timeout).arun()
         return found if isinstance(found, Lease) else None
 
     async def alocked(self) -> bool:
@@ -185,7 +184,7 @@ class Lock:
     @sync_only
     def __enter__(self) -> Lease:
         acquisition = self._acquisition(UNSET)
-        lease = acquisition.lease(run(acquisition.steps()))
+        lease = acquisition.lease(acquisition.run())
         if self.atomic:
             lease.__enter__()
         self._entered.setdefault(acquisition.me, []).append(lease)
@@ -228,10 +227,3 @@ class Lock:
         if not entered[me]:
             del entered[me]
         return lease
-
-
-async def _arun(acquisition: Acquisition) -> Lease | Reading:
-    found: Lease | Reading = await arun(
-        acquisition.steps(), kind=Lease, undo=Lease.give_back
-    )
-    return found

@@ -144,12 +144,7 @@ class Timekeeper:
             try:
                 worker.start()
             except RuntimeError as error:
-                logger.warning(
-                    "renewal failed backend=%s leases=%d error=%s",
-                    backend.alias,
-                    len(batch),
-                    error,
-                )
+                _log_failure(backend, len(batch), error)
                 for hold in batch:
                     hold.failing = True
                     hold.renew_at = clock.monotonic() + _soon(hold)
@@ -234,12 +229,7 @@ class _Worker(threading.Thread):
             outcome = session.renew([renewal for _, renewal in grants.values()])  # type: ignore[attr-defined]
         except Exception as error:
             outcome = None
-            logger.warning(
-                "renewal failed backend=%s leases=%d error=%s",
-                self._backend.alias,
-                len(grants),
-                error,
-            )
+            _log_failure(self._backend, len(grants), error)
         for grant, (ref, _) in grants.items():
             hold = ref()
             if hold is None or hold.closed:
@@ -250,6 +240,12 @@ class _Worker(threading.Thread):
                 hold.lose(outcome.lost[grant])
             else:
                 hold.renew_at = clock.monotonic() + _soon(hold)
+
+
+def _log_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
+    logger.warning(
+        "renewal failed backend=%s leases=%d error=%s", backend.alias, leases, error
+    )
 
 
 def _soon(hold: Hold) -> float:

@@ -23,7 +23,6 @@ from .conf import DEFAULT_ALIAS, backends
 from .leases import Lease, sync_only
 from .locks import Lock
 from .renewal import timekeeper
-from .steps import run
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
@@ -71,7 +70,7 @@ class hold_elsewhere:
 
     def _enter(self) -> Lease:
         acquisition = Acquisition(self._lock, self._owner, 0.0)
-        lease = acquisition.lease(run(acquisition.steps()))
+        lease = acquisition.lease(acquisition.run())
         self._leases.append(lease)
         return lease
 

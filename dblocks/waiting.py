@@ -180,11 +180,6 @@ class Lines:
             if first is not None:
                 first.wake()
 
-    def waiting(self, backend: object, key: str) -> int:
-        """Return how many of this process wait for a key."""
-        line = self._lines.get((backend, key))
-        return len(line.places) if line is not None else 0
-
 
 lines = Lines()
 os.register_at_fork(after_in_child=lines.reset)

@@ -15,7 +15,6 @@ import dblocks
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from dblocks.waiting import lines
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, STEP, always, eventually
 
@@ -290,7 +289,6 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, 
 @pytest.mark.database_backend
 def test_release_wakes_a_thread_of_the_process(
     lock: Locks,
-    key: str,
     other: OtherThread,
     statements: list[tuple[threading.Thread, str]],
 ) -> None:
@@ -298,8 +296,9 @@ def test_release_wakes_a_thread_of_the_process(
     verbs = []
     for _ in range(5):
         lease = lock().acquire()
+        statements.clear()
         acquired = other.start(lock(timeout=DEADLINE).acquire)
-        eventually(lambda: lines.waiting(backends["default"], key))
+        eventually(lambda: statements, what="its first look")
         time.sleep(0.15)
         statements.clear()
         lease.release()

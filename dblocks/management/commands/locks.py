@@ -200,18 +200,21 @@ durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7
                 raise bad_usage("--json and --watch exclude each other: write one")
             self._watch(rows, checked(arguments.bounded, "--watch", watch))
         elif json:
-            queues = Queues(connections[rows.db])
+            queues = self._queues()
             self._write_json([as_json(row, queues) for row in rows.iterator()])
         elif self.verbosity > 0:
             self._draw(list_of(rows))
 
     def show(self, *, key: str, json: bool, **options: Any) -> None:
         row = self._find(key)
-        shown = as_json(row, Queues(connections[self.locks.db]))
+        shown = as_json(row, self._queues())
         if json:
             self._write_json(shown)
         elif self.verbosity > 0:
             self._describe(shown)
+
+    def _queues(self) -> Queues:
+        return Queues(connections[self.locks.db])
 
     def _find(self, key: str) -> DistributedLock:
         key = checked(arguments.key, key)
@@ -230,8 +233,7 @@ durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7
 
     def _draw(self, rows: Sequence[DistributedLock], most: int | None = None) -> None:
         shown = rows if most is None else rows[: max(1, most)]
-        queues = Queues(connections[self.locks.db])
-        for line, state in table(shown, queues, self._width()):
+        for line, state in table(shown, self._queues(), self._width()):
             self.stdout.write(self._colored(line, state))
         text = ngettext("%(count)d lock", "%(count)d locks", len(rows))
         text %= {"count": len(rows)}
