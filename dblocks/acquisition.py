@@ -96,7 +96,7 @@ class Acquisition:
         return (
             self.timeout == 0
             or self.lock.owner is not None
-            or (self.backend, self.key) in self.me.holds
+            or self._own_hold() is not None
             or not self.backend.can_write()
         )
 
@@ -116,7 +116,7 @@ class Acquisition:
         if seen is None and clock.monotonic() >= self.give_up:
             # Its time is over: what the first has seen holds for all.
             seen = line.last_seen()
-        if seen is None and (explicit is not None or self._holder_here() is None):
+        if seen is None and (explicit is not None or not self._is_held_here()):
             found: Lease | Reading = yield Call(self._attempt)
             if isinstance(found, Lease):
                 return found
@@ -136,8 +136,14 @@ class Acquisition:
             if gate is not None:
                 gate.leave()
 
-    def _holder_here(self) -> Hold | None:
-        return timekeeper.holder(self.backend, self.key)
+    def _is_held_here(self, version: int | None = None) -> bool:
+        """Tell whether this process has the key, with this token or with any.
+
+        The hold itself must not stay in the frame of one that waits: it would be
+        renewed for as long as that waits, also when its leases are forgotten.
+        """
+        here = timekeeper.holder(self.backend, self.key)
+        return here is not None and version in (None, here.grant.version)
 
     def _look(
         self, line: Line, place: Place, seen: Reading, gate: Gate | None
@@ -163,8 +169,7 @@ class Acquisition:
                 limit = min(limit, seen.remaining)
             # Somebody has let this one in, and the row is free in all likelihood.
             let_in = False
-            here = self._holder_here()
-            if here is not None and here.grant.version == seen.version:
+            if self._is_held_here(seen.version):
                 let_in = yield Pause(place, min(LONGEST_PAUSE, limit))
             elif gate is not None and not gate.held:
                 try:

@@ -402,6 +402,35 @@ def test_abandoned_lease_lapses(lock: Locks, other: OtherThread) -> None:
         other.do(lock().acquire, timeout=5).release()
 
 
+def test_abandoned_lease_lapses_under_a_waiter(lock: Locks, other: OtherThread) -> None:
+    """Who waits for it in the same process doesn't keep an abandoned lease alive."""
+    with pytest.warns(ResourceWarning):  # noqa: PT031
+        lease = lock(lease=0.6).acquire()
+        waiting = other.start(lock().acquire, timeout=5)
+        time.sleep(0.3)
+        del lease
+        gc.collect()
+        with takes(at_most=0.6 + SLACK):
+            granted = waiting.result(timeout=DEADLINE)
+    other.do(granted.release)
+
+
+def test_who_released_stands_behind_who_waits(lock: Locks, other: OtherThread) -> None:
+    """A thread that gives a lock back and wants it again doesn't pass the next one."""
+
+    def pass_through() -> int:
+        with lock(timeout=5) as lease:
+            return lease.fencing_token
+
+    for _ in range(5):
+        lease = lock().acquire()
+        waiting = other.start(pass_through)
+        time.sleep(0.1)
+        lease.release()
+        with lock(timeout=5) as again:
+            assert waiting.result(timeout=DEADLINE) < again.fencing_token
+
+
 def test_kept_lease_is_no_resource_leak(
     acquire: Leases, recwarn: pytest.WarningsRecorder
 ) -> None:
