@@ -39,6 +39,8 @@ class Contender:
     durable: bool = True
     #: Whether it waits for a key that is taken.
     can_wait: bool = True
+    #: Whether it locks only what has a row already.
+    needs_row: bool = False
 
 
 def _dblocks(key: str) -> AbstractContextManager[object]:
@@ -132,6 +134,12 @@ class SessionLock:
             [answer] = cursor.fetchone()
         if answer in (0, False):
             raise RuntimeError(f"{statement} failed.")
+
+
+@contextmanager
+def _queued_bare(key: str) -> Iterator[None]:
+    with SessionLock(key), Bare(key):
+        yield
 
 
 def _recipe(key: str) -> AbstractContextManager[object]:
@@ -233,6 +241,7 @@ BARE = Contender(
     "two updates of a row",
     "does not wait",
     can_wait=False,
+    needs_row=True,
 )
 SESSION_LOCK = Contender(
     "the server's session lock",
@@ -242,6 +251,15 @@ SESSION_LOCK = Contender(
     "nothing",
     "the server's queue",
     durable=False,
+)
+QUEUED_BARE = Contender(
+    "the session lock around two bare updates",
+    _queued_bare,
+    _SERVERS,
+    None,
+    "two updates of a row",
+    "the server's queue",
+    needs_row=True,
 )
 RECIPE = Contender(
     "the published recipe",
@@ -317,6 +335,7 @@ CONTENDERS = [
     DBLOCKS,
     BARE,
     SESSION_LOCK,
+    QUEUED_BARE,
     RECIPE,
     DB_MUTEX,
     DATABASE_LOCKS_CLASS,
@@ -337,11 +356,12 @@ def on(server: str, *, waiting: bool = False) -> list[Contender]:
     ]
 
 
-def make_row(key: str) -> None:
-    """Make the row that the bare updates need."""
+def prepare(contender: Contender, key: str) -> None:
+    """Make the row that a contender's key needs."""
     from datetime import datetime, timezone
 
     from benchmarks.models import BareLock
 
-    past = datetime(2000, 1, 1, tzinfo=timezone.utc)
-    BareLock.objects.get_or_create(key=key, defaults={"expires_at": past})
+    if contender.needs_row:
+        past = datetime(2000, 1, 1, tzinfo=timezone.utc)
+        BareLock.objects.get_or_create(key=key, defaults={"expires_at": past})

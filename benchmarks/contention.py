@@ -24,6 +24,11 @@ CROWD = 16
 CROWD_SECONDS = 3.0
 """How much longer than other runs the one is in which the crowd is counted."""
 
+LONGEST_TURN = 0.03
+"""For how long two processes hold the key that they hand to each other, at most."""
+
+THREADS_HOLD = 0.005
+
 PAUSE_AFTER_ERROR = 0.005
 
 
@@ -82,8 +87,7 @@ def contend(
     """Let processes lock and unlock as often as they can: one key, or one each."""
     name = uuid4().hex
     keys = [f"{name}:{who}" if distinct else name for who in range(processes)]
-    if contender is contenders.BARE:
-        crew.run(contenders.make_row, [{"key": key} for key in keys])
+    crew.run_one(_prepare, contender=contender, keys=keys)
     barrier = crew.barrier(processes)
     works = crew.run(
         _work,
@@ -112,8 +116,7 @@ def _work(
     barrier: Barrier,
 ) -> Work:
     work = Work()
-    if contender.can_wait:
-        _warm_up(contender, key, who)
+    _warm_up(contender, key, who)
     barrier.wait()
     end = time.monotonic() + seconds
     with counting.statements() as sent:
@@ -135,8 +138,14 @@ def _work(
     return work
 
 
+def _prepare(*, contender: Contender, keys: Iterable[str]) -> None:
+    for key in keys:
+        contenders.prepare(contender, key)
+
+
 def _warm_up(contender: Contender, key: str, who: int) -> None:
     """Connect, and build what is built only once."""
+    contenders.prepare(contender, f"{key}:{who}")
     with contender.lock(f"{key}:{who}"):
         pass
 
@@ -172,14 +181,19 @@ def measure_throughput(server: str, scale: Scale) -> Result:
         result.faults += _faults(run, "8 processes, one key")
     session = runs.get(contenders.SESSION_LOCK.name)
     if dblocks and session:
-        ratios = [a.rate / b.rate for a, b in zip(dblocks, session, strict=True)]
+
+        def ratio(mine: list[Run]) -> float:
+            pairs = zip(mine, session, strict=True)
+            return statistics.median(a.rate / b.rate for a, b in pairs)
+
         result.verdicts = [
             Verdict(
                 7,
                 "8 processes, one key, 2 ms: throughput against the session lock's",
-                statistics.median(ratios),
+                ratio(dblocks),
                 "×",
                 at_least=0.7,
+                bare=ratio(runs[contenders.QUEUED_BARE.name]),
             )
         ]
     return result
@@ -253,6 +267,8 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
                 result.figures.append(figure)
     mine = [t * 1000 for run in times.get(contenders.DBLOCKS.name, []) for t in run]
     if mine:
+        bare = _bare_hand_offs(LONGEST_TURN, scale)
+        result.figures.append(_bare_figure("hand-off", bare))
         result.verdicts = [
             Verdict(
                 5,
@@ -260,6 +276,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
                 percentile(mine, 50),
                 "ms",
                 at_most=3.0,
+                bare=statistics.median(bare),
             ),
             Verdict(
                 5,
@@ -275,6 +292,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
 def play_ping_pong(contender: Contender, rounds: int, seconds: float) -> list[Grant]:
     """Let two processes hand a key to each other; one waits whenever one holds."""
     key = uuid4().hex
+    crew.run_one(_prepare, contender=contender, keys=[key])
     shared = {"contender": contender, "key": key, "rounds": rounds, "seconds": seconds}
     barrier = crew.barrier(2)
     sides = crew.run(
@@ -309,11 +327,41 @@ def _ping_pong(
             granted = time.monotonic()
             last = len(grants) + 1 >= rounds or granted > end
             other.send(not last)
-            time.sleep(random.uniform(0.01, 0.03))
+            time.sleep(random.uniform(LONGEST_TURN / 3, LONGEST_TURN))
             leaving = time.monotonic()
         grants.append(Grant(who, wanted, granted, leaving, time.monotonic()))
         going_on = not last and other.recv()
     return grants
+
+
+def _bare_hand_offs(rest: float, scale: Scale) -> list[float]:
+    """Return how long a hand-off takes at least: of each run the median, in ms."""
+    runs = [
+        crew.run_one(_release_and_grant, rest=rest, rounds=scale.hand_offs)
+        for _ in range(scale.runs)
+    ]
+    return [percentile(times, 50) * 1000 for times in runs]
+
+
+def _bare_figure(name: str, values: list[float]) -> Figure:
+    return Figure(f"{name}, p50", "a bare release and grant after a rest", "ms", values)
+
+
+def _release_and_grant(*, rest: float, rounds: int) -> list[float]:
+    """Time the two commits that each hand-off has, after a hold without work."""
+    key = uuid4().hex
+    contenders.prepare(contenders.BARE, key)
+    times = []
+    lock = contenders.Bare(key)
+    lock.__enter__()
+    for _ in range(rounds):
+        time.sleep(rest)
+        leaving = time.monotonic()
+        lock.__exit__()
+        lock = contenders.Bare(key)
+        lock.__enter__()
+        times.append(time.monotonic() - leaving)
+    return times
 
 
 def measure_threads(server: str, scale: Scale) -> Result:
@@ -325,7 +373,9 @@ def measure_threads(server: str, scale: Scale) -> Result:
     name = contenders.DBLOCKS.name
     mine = [t * 1000 for run in runs for t in run.hand_offs]
     asking = [float(run.asking) for run in runs]
+    bare = _bare_hand_offs(THREADS_HOLD, scale)
     result = Result(
+        figures=[_bare_figure("hand-off between threads", bare)],
         verdicts=[
             Verdict(
                 9,
@@ -333,6 +383,7 @@ def measure_threads(server: str, scale: Scale) -> Result:
                 percentile(mine, 50),
                 "ms",
                 at_most=1.0,
+                bare=statistics.median(bare),
             ),
             Verdict(
                 9,
@@ -364,7 +415,7 @@ class Sharing:
 
 
 def share_among_threads(*, threads: int, seconds: float) -> Sharing:
-    """Let threads of this process contend for a key that each holds for 5 ms."""
+    """Let threads of this process contend for a key in turn."""
     from django.db import connections
 
     key = uuid4().hex
@@ -378,7 +429,7 @@ def share_among_threads(*, threads: int, seconds: float) -> Sharing:
         while (wanted := time.monotonic()) < end:
             with contenders.DBLOCKS.lock(key):
                 granted = time.monotonic()
-                time.sleep(0.005)
+                time.sleep(THREADS_HOLD)
                 leaving = time.monotonic()
             left = time.monotonic()
             who = threading.get_ident()

@@ -78,6 +78,8 @@ class Verdict:
     unit: str
     at_most: float | None = None
     at_least: float | None = None
+    #: What the least that makes a lock durable reaches in the same run.
+    bare: float | None = None
 
     @property
     def met(self) -> bool:

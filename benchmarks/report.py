@@ -84,7 +84,10 @@ def judged(verdict: Verdict) -> str:
     if not verdict.has_limit:
         return text
     word = "met" if verdict.met else "**not met**"
-    return f"{text} ({limit(verdict)}): {word}"
+    text = f"{text} ({limit(verdict)}): {word}"
+    if verdict.bare is not None and not verdict.met:
+        text += f"; bare updates: {number(verdict.bare)}{unit}"
+    return text
 
 
 def targets(reports: Reports) -> str:

@@ -97,8 +97,8 @@ def _rotated(everybody: list[Contender], number: int) -> Sequence[Contender]:
 def _keys(everybody: Iterable[Contender]) -> dict[Contender, str]:
     """Return a key for each: some of them leave theirs taken when they end."""
     keys = {contender: uuid4().hex for contender in everybody}
-    if contenders.BARE in keys:
-        contenders.make_row(keys[contenders.BARE])
+    for contender, key in keys.items():
+        contenders.prepare(contender, key)
     return keys
 
 
