@@ -16,7 +16,17 @@ from .holds import Hold, registry
 from .leases import PATIENCE, Lease
 from .renewal import timekeeper
 from .steps import Aside, Call, Pause, Step, arun, run
-from .waiting import LONGEST_PAUSE, LOOK_EVERY, Gate, GateClosed, Line, Place, lines
+from .waiting import (
+    LONGEST_PAUSE,
+    LOOK_EVERY,
+    QUEUE_BRIEFLY,
+    QUEUE_FOR,
+    Gate,
+    GateClosed,
+    Line,
+    Place,
+    lines,
+)
 
 if TYPE_CHECKING:
     from .locks import Lock
@@ -172,8 +182,9 @@ class Acquisition:
             if self._is_held_here(seen.version):
                 let_in = yield Pause(place, min(LONGEST_PAUSE, limit))
             elif gate is not None and not gate.held:
+                queue_for = QUEUE_FOR if seen.remaining > QUEUE_FOR else QUEUE_BRIEFLY
                 try:
-                    yield Aside(partial(gate.enter, until - now))
+                    yield Aside(partial(gate.enter, min(until - now, queue_for)))
                 except GateClosed:
                     gate = None
                     continue

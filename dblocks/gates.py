@@ -26,9 +26,6 @@ from .waiting import Gate, GateClosed
 
 logger = logging.getLogger("dblocks")
 
-SLICE = 0.4
-"""Seconds for which a statement queues: a signal is not noticed in the meantime."""
-
 MAX_GATES = 32
 """Connections that a process opens for gates; waiters beyond them do without."""
 
@@ -208,7 +205,7 @@ class SessionGate(Gate):
     def enter(self, seconds: float) -> None:
         with self._mutex:
             if not self._left:
-                self._enter(min(seconds, SLICE))
+                self._enter(seconds)
         if self._left:
             self.leave()
 

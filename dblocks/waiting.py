@@ -38,8 +38,13 @@ LOOK_EVERY = 0.001
 LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been taken for long."""
 
+QUEUE_FOR = 1.2
+"""Seconds for which one queues at a gate; a signal is not noticed in the meantime."""
 
-NEWS = 1.0
+QUEUE_BRIEFLY = 0.4
+"""The same while the key is free or soon will be: who has the gate may be stopped."""
+
+NEWS = 2 * QUEUE_FOR
 """Seconds for which what the first in line has seen is good enough for the others."""
 
 

@@ -224,9 +224,9 @@ def test_isolation_levels(
     assert figures["grants"]
 
 
-#: Statements a second and waiting process. It asks twice in each slice of queueing;
-#: one of all, which has the gate, asks more often.
-WAITERS_STATEMENTS = 8.0
+#: Statements a second and waiting process, on average: one of all, which has the gate,
+#: asks more often than the others.
+WAITERS_STATEMENTS = 3.0
 
 
 def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
