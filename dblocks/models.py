@@ -60,8 +60,11 @@ from .statements import Slot, Statement, kept, kind
 _BATCH_SIZES = 1, 16, 250
 """How many leases one statement renews; what is between takes the next larger."""
 
-_PRUNE_REST = 5
-"""On SQLite pruning rests that many times as long as each of its batches took."""
+_PRUNE_RESTS = {"sqlite": 5}
+"""Pruning rests that many times as long as each of its batches took; else once.
+
+SQLite has one writer, and no queue in which the others would get ahead.
+"""
 
 _LOCK_WAIT_TIMEOUT = 1205
 
@@ -287,14 +290,14 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         self,
         older_than: float | timedelta,
         *,
-        batch_size: int = 500,
+        batch_size: int = 200,
         progress: Callable[[int], object] | None = None,
     ) -> int:
         """Delete rows whose key has been free, or overdue, for ``older_than``.
 
         Works in batches of ``batch_size`` rows, each in a transaction of its own that
-        locks only what it deletes and passes over rows that are at work. On SQLite,
-        which has one writer, it rests after each batch.
+        locks only what it deletes and passes over rows that are at work, and rests
+        after each for as long as that took; on SQLite, which has one writer, longer.
 
         Args:
             progress: Called after each batch with how many were deleted so far.
@@ -318,9 +321,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             deleted += self._prune(stale.filter(key__in=keys))
             if progress is not None:
                 progress(deleted)
-            if connections[self.db].vendor == "sqlite":
-                # It has one writer, and no queue in which the others would get ahead.
-                time.sleep(_PRUNE_REST * (time.monotonic() - started))
+            connection = connections[self.db]
+            if not connection.in_atomic_block:
+                rest = _PRUNE_RESTS.get(connection.vendor, 1)
+                time.sleep(rest * (time.monotonic() - started))
 
     def _prune(self, stale: LockQuerySet) -> int:
         """Delete rows in a transaction that is repeated if the database asks for it."""

@@ -32,7 +32,7 @@ from . import clock
 if TYPE_CHECKING:
     from .backends.base import Reading
 
-LOOK_EVERY = 0.001
+LOOK_EVERY = 0.0005
 """Seconds between looks at the row of the one that has the gate, at first."""
 
 LONGEST_PAUSE = 0.1
