@@ -434,9 +434,9 @@ class TestInATestCase:
 
     def test_renewal(self, key: str) -> None:
         """A held lease is kept for several times its length."""
-        lease = distributed_lock(key, lease=0.6).acquire(timeout=0)
+        lease = distributed_lock(key, lease=1.2).acquire(timeout=0)
         theirs = distributed_lock(key, owner="other")
-        always(lambda: theirs.try_acquire() is None, during=1.4, what="held")
+        always(lambda: theirs.try_acquire() is None, during=2.2, what="held")
         assert lease.release() is True
 
 
@@ -701,10 +701,10 @@ class TestGuardBesideOthers:
 
     def test_renewals_before_the_guard(self, acquire: Leases, account: Account) -> None:
         """A guard passes in a transaction with a snapshot older than renewals."""
-        lease = acquire(lease=0.6)
+        lease = acquire(lease=1.2)
         with transaction.atomic():
             assert balance_of(account) == 0
-            always(lambda: lease.held, during=1, what="held")
+            always(lambda: lease.held, during=1.8, what="held")
             Account.objects.filter(pk=account.pk).update(balance=5)
             lease.guard()
         assert balance_of(account) == 5
@@ -714,11 +714,10 @@ class TestGuardBesideOthers:
         self, acquire: Leases, account: Account, key: str
     ) -> None:
         """A transaction that outlasts the lease after its guard still commits."""
-        lease = acquire(lease=0.6)
+        lease = acquire(lease=1.2)
         with transaction.atomic():
             lease.guard()
-            until = 1.2
-            always(lambda: connection.in_atomic_block, during=until)
+            always(lambda: connection.in_atomic_block, during=1.8)
             Account.objects.filter(pk=account.pk).update(balance=5)
             lease.guard()
         assert balance_of(account) == 5
@@ -728,11 +727,11 @@ class TestGuardBesideOthers:
         self, acquire: Leases, key: str, lock: Locks, other: OtherThread
     ) -> None:
         """While one row is pinned, the process's other leases are renewed."""
-        pinned = acquire(lease=0.75)
-        free = acquire(key + "!", lease=0.75)
+        pinned = acquire(lease=1.2)
+        free = acquire(key + "!", lease=1.2)
         with transaction.atomic():
             pinned.guard()
-            always(lambda: free.held, during=1.3, what="the other lease held")
+            always(lambda: free.held, during=2, what="the other lease held")
             assert other.do(lock(key + "!").try_acquire) is None
 
 

@@ -141,9 +141,9 @@ def test_renewal_across_databases(
     apart: Callable[..., Lock], taken: Callable[[], bool], key: str
 ) -> None:
     """Leases in both databases are renewed by one process."""
-    here = distributed_lock(key, lease=0.6).acquire(timeout=0)
-    there = apart(lease=0.6).acquire(timeout=0)
-    always(lambda: here.held and there.held and taken(), during=1.3, what="held")
+    here = distributed_lock(key, lease=1.2).acquire(timeout=0)
+    there = apart(lease=1.2).acquire(timeout=0)
+    always(lambda: here.held and there.held and taken(), during=2.2, what="held")
     assert here.release() is True
     assert there.release() is True
 
