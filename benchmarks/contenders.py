@@ -10,7 +10,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -356,12 +356,13 @@ def on(server: str, *, waiting: bool = False) -> list[Contender]:
     ]
 
 
-def prepare(contender: Contender, key: str) -> None:
-    """Make the row that a contender's key needs."""
+def prepare(contender: Contender, keys: Iterable[str]) -> None:
+    """Make the rows that a contender's keys need."""
     from datetime import datetime, timezone
 
     from benchmarks.models import BareLock
 
     if contender.needs_row:
         past = datetime(2000, 1, 1, tzinfo=timezone.utc)
-        BareLock.objects.get_or_create(key=key, defaults={"expires_at": past})
+        for key in keys:
+            BareLock.objects.get_or_create(key=key, defaults={"expires_at": past})

@@ -16,7 +16,15 @@ from uuid import uuid4
 from benchmarks import contenders, counting, crew, history
 from benchmarks.contenders import Contender
 from benchmarks.crew import Barrier
-from benchmarks.figures import Figure, Result, Scale, Series, Verdict, percentile
+from benchmarks.figures import (
+    Figure,
+    Result,
+    Scale,
+    Series,
+    Verdict,
+    median_ratio,
+    percentile,
+)
 from benchmarks.history import Grant
 
 HOLD = 0.002
@@ -28,6 +36,7 @@ LONGEST_TURN = 0.03
 """For how long two processes hold the key that they hand to each other, at most."""
 
 THREADS_HOLD = 0.005
+"""For how long each thread holds the key that threads share."""
 
 PAUSE_AFTER_ERROR = 0.005
 
@@ -87,7 +96,7 @@ def contend(
     """Let processes lock and unlock as often as they can: one key, or one each."""
     name = uuid4().hex
     keys = [f"{name}:{who}" if distinct else name for who in range(processes)]
-    crew.run_one(_prepare, contender=contender, keys=keys)
+    crew.run_one(contenders.prepare, contender=contender, keys=keys)
     barrier = crew.barrier(processes)
     works = crew.run(
         _work,
@@ -138,15 +147,11 @@ def _work(
     return work
 
 
-def _prepare(*, contender: Contender, keys: Iterable[str]) -> None:
-    for key in keys:
-        contenders.prepare(contender, key)
-
-
 def _warm_up(contender: Contender, key: str, who: int) -> None:
     """Connect, and build what is built only once."""
-    contenders.prepare(contender, f"{key}:{who}")
-    with contender.lock(f"{key}:{who}"):
+    own = f"{key}:{who}"
+    contenders.prepare(contender, [own])
+    with contender.lock(own):
         pass
 
 
@@ -179,21 +184,23 @@ def measure_throughput(server: str, scale: Scale) -> Result:
     dblocks = runs.get(contenders.DBLOCKS.name, [])
     for run in dblocks:
         result.faults += _faults(run, "8 processes, one key")
-    session = runs.get(contenders.SESSION_LOCK.name)
-    if dblocks and session:
+    if dblocks and contenders.SESSION_LOCK.name in runs:
 
-        def ratio(mine: list[Run]) -> float:
-            pairs = zip(mine, session, strict=True)
-            return statistics.median(a.rate / b.rate for a, b in pairs)
+        def ratio(contender: Contender) -> float:
+            mine, session = (
+                [run.rate for run in runs[name]]
+                for name in (contender.name, contenders.SESSION_LOCK.name)
+            )
+            return median_ratio(mine, session)
 
         result.verdicts = [
             Verdict(
                 7,
                 "8 processes, one key, 2 ms: throughput against the session lock's",
-                ratio(dblocks),
+                ratio(contenders.DBLOCKS),
                 "×",
                 at_least=0.7,
-                bare=ratio(runs[contenders.QUEUED_BARE.name]),
+                bare=ratio(contenders.QUEUED_BARE),
             )
         ]
     return result
@@ -267,8 +274,8 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
                 result.figures.append(figure)
     mine = [t * 1000 for run in times.get(contenders.DBLOCKS.name, []) for t in run]
     if mine:
-        bare = _bare_hand_offs(LONGEST_TURN, scale)
-        result.figures.append(_bare_figure("hand-off", bare))
+        bare = _bare_hand_off("hand-off, p50", LONGEST_TURN, scale)
+        result.figures.append(bare)
         result.verdicts = [
             Verdict(
                 5,
@@ -276,7 +283,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
                 percentile(mine, 50),
                 "ms",
                 at_most=3.0,
-                bare=statistics.median(bare),
+                bare=bare.median,
             ),
             Verdict(
                 5,
@@ -292,7 +299,7 @@ def measure_hand_off(server: str, scale: Scale) -> Result:
 def play_ping_pong(contender: Contender, rounds: int, seconds: float) -> list[Grant]:
     """Let two processes hand a key to each other; one waits whenever one holds."""
     key = uuid4().hex
-    crew.run_one(_prepare, contender=contender, keys=[key])
+    crew.run_one(contenders.prepare, contender=contender, keys=[key])
     shared = {"contender": contender, "key": key, "rounds": rounds, "seconds": seconds}
     barrier = crew.barrier(2)
     sides = crew.run(
@@ -334,23 +341,20 @@ def _ping_pong(
     return grants
 
 
-def _bare_hand_offs(rest: float, scale: Scale) -> list[float]:
-    """Return how long a hand-off takes at least: of each run the median, in ms."""
+def _bare_hand_off(name: str, rest: float, scale: Scale) -> Figure:
+    """Measure how long a hand-off takes at least."""
     runs = [
         crew.run_one(_release_and_grant, rest=rest, rounds=scale.hand_offs)
         for _ in range(scale.runs)
     ]
-    return [percentile(times, 50) * 1000 for times in runs]
-
-
-def _bare_figure(name: str, values: list[float]) -> Figure:
-    return Figure(f"{name}, p50", "a bare release and grant after a rest", "ms", values)
+    values = [percentile(times, 50) * 1000 for times in runs]
+    return Figure(name, "a bare release and grant after a rest", "ms", values)
 
 
 def _release_and_grant(*, rest: float, rounds: int) -> list[float]:
     """Time the two commits that each hand-off has, after a hold without work."""
     key = uuid4().hex
-    contenders.prepare(contenders.BARE, key)
+    contenders.prepare(contenders.BARE, [key])
     times = []
     lock = contenders.Bare(key)
     lock.__enter__()
@@ -373,9 +377,9 @@ def measure_threads(server: str, scale: Scale) -> Result:
     name = contenders.DBLOCKS.name
     mine = [t * 1000 for run in runs for t in run.hand_offs]
     asking = [float(run.asking) for run in runs]
-    bare = _bare_hand_offs(THREADS_HOLD, scale)
+    bare = _bare_hand_off("hand-off between threads, p50", THREADS_HOLD, scale)
     result = Result(
-        figures=[_bare_figure("hand-off between threads", bare)],
+        figures=[bare],
         verdicts=[
             Verdict(
                 9,
@@ -383,7 +387,7 @@ def measure_threads(server: str, scale: Scale) -> Result:
                 percentile(mine, 50),
                 "ms",
                 at_most=1.0,
-                bare=statistics.median(bare),
+                bare=bare.median,
             ),
             Verdict(
                 9,

@@ -113,6 +113,11 @@ class Result:
     faults: list[str] = field(default_factory=list)
 
 
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Return how one contender's runs compare with another's, run by run."""
+    return statistics.median(a / b for a, b in zip(ones, others, strict=True))
+
+
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return a percentile; of a few values, the nearest that there is."""
     ordered = sorted(values)

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from benchmarks import contenders, counting, crew
 from benchmarks.contenders import Contender
-from benchmarks.figures import Figure, Result, Scale, Verdict
+from benchmarks.figures import Figure, Result, Scale, Verdict, median_ratio
 
 SHORTEST_TURN = 3
 """Cycles of a turn, also where they take longer than its time."""
@@ -37,8 +37,7 @@ def measure(server: str, scale: Scale) -> Result:
 
 def _verdicts(server: str, medians: dict[str, list[float]]) -> list[Verdict]:
     def ratio(one: Contender, other: Contender) -> float:
-        pairs = zip(medians[one.name], medians[other.name], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return median_ratio(medians[one.name], medians[other.name])
 
     dblocks = contenders.DBLOCKS
     faster = {"mariadb": 2.5, "postgres": 2.0}.get(server)
@@ -98,7 +97,7 @@ def _keys(everybody: Iterable[Contender]) -> dict[Contender, str]:
     """Return a key for each: some of them leave theirs taken when they end."""
     keys = {contender: uuid4().hex for contender in everybody}
     for contender, key in keys.items():
-        contenders.prepare(contender, key)
+        contenders.prepare(contender, [key])
     return keys
 
 

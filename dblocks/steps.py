@@ -50,27 +50,24 @@ Step = Call | Pause
 
 def run(steps: Generator[Step, Any, T]) -> T:
     """Run steps in this thread."""
-    result: object = None
-    error: Exception | None = None
+    result: object
     try:
+        step = next(steps)
         while True:
-            step = steps.send(result) if error is None else steps.throw(error)
-            result = error = None
-            if isinstance(step, Pause):
-                result = step.place.wait(step.seconds)
-                continue
             try:
-                result = step.function()
-            except Exception as caught:
-                error = caught
+                if isinstance(step, Pause):
+                    result = step.place.wait(step.seconds)
+                else:
+                    result = step.function()
+            except Exception as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(result)
     except StopIteration as stop:
         value: T = stop.value
         return value
     finally:
         steps.close()
-        # It refers to this frame, and a lease in it would be renewed until the garbage
-        # collector comes by.
-        error = None
 
 
 async def arun(
@@ -83,28 +80,26 @@ async def arun(
             waited for the call was cancelled meanwhile.
         undo: Called with it then, in the thread of the call.
     """
-    result: object = None
-    error: Exception | None = None
+    result: object
     try:
+        step = next(steps)
         while True:
-            step = steps.send(result) if error is None else steps.throw(error)
-            result = error = None
             try:
                 if isinstance(step, Pause):
                     result = await step.place.await_(step.seconds)
                 elif isinstance(step, Aside):
                     await _aside(step.function)
+                    result = None
                 else:
                     result = await _Awaited(step.function, kind, undo).result()
-            except Exception as caught:
-                error = caught
+            except Exception as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(result)
     except StopIteration as stop:
         return stop.value
     finally:
         steps.close()
-        # It refers to this frame, and a lease in it would be renewed until the garbage
-        # collector comes by.
-        error = None
 
 
 async def _aside(function: Callable[[], object]) -> None:

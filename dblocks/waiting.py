@@ -63,6 +63,12 @@ def pause(known_for: float, *, alone: bool) -> float:
     return random.uniform(0.5, 1.5) * min(max(0.005, known_for / 10), LONGEST_PAUSE)
 
 
+def local_pause(known_for: float) -> float:
+    """:func:`pause` where looks are reads of a file, which hold up no server's work."""
+    mean = min(max(2 * LOOK_EVERY, known_for / 50), LONGEST_PAUSE)
+    return random.uniform(0.5, 1.5) * mean
+
+
 def pauses() -> Iterator[float]:
     """Yield the seconds until each next look at what many look at."""
     started = clock.monotonic()

@@ -293,7 +293,7 @@ def test_trouble_in_the_callers_thread_alone(acquire: Leases) -> None:
     lease = acquire(lease=1.2)
     error = TRANSIENT[connection.vendor][0][1]()
     with connection.execute_wrapper(Trouble(error, times=10**9)):
-        always(lambda: lease.held, during=1.8, what="held")
+        always(lambda: lease.held, during=2.4, what="held")
 
 
 # Connections that break

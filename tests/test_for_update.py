@@ -231,10 +231,10 @@ class TestBesideOthers:
 
         def wait() -> None:
             with transaction.atomic():
-                locks.for_update(key, timeout=2.0)
+                locks.for_update(key, timeout=2.8)
 
         waiting = other.start(wait)
-        always(lambda: lease.held, during=1.9, what="held")
+        always(lambda: lease.held, during=2.6, what="held")
         with pytest.raises(LockTimeout):
             waiting.result(timeout=DEADLINE)
         assert lease.release() is True

@@ -97,7 +97,7 @@ def test_held_costs_no_statement(
 def test_renewal_keeps_the_lock(acquire: Leases, obtainable: Obtainable) -> None:
     """Renewed in the background, a lease holds for several times its length."""
     held = acquire(lease=1.2)
-    always(lambda: held.held and not obtainable(), during=3, what="held")
+    always(lambda: held.held and not obtainable(), during=3.6, what="held")
     assert held.release() is True
 
 

@@ -71,7 +71,7 @@ def test_renewal_in_another_process(workers: Workers, key: str) -> None:
     """A process that works on keeps its key for several leases."""
     holder = workers.start("hold", key=key, lease=1.2)
     holder.expect("held")
-    always(lambda: distributed_lock(key).locked(), during=2.5, what="held")
+    always(lambda: distributed_lock(key).locked(), during=2.8, what="held")
     holder.tell("release")
     assert holder.expect("released")["result"] is True
     holder.until_done()

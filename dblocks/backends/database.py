@@ -23,7 +23,7 @@ from django.db.transaction import TransactionManagementError
 
 from .. import gates, transactions
 from ..exceptions import LeaseLost, LockError
-from ..waiting import LONGEST_PAUSE, Gate
+from ..waiting import Gate, local_pause
 from .base import BaseBackend, Grant, Reading, Renewal, RenewalSession, Renewed, Request
 
 
@@ -168,9 +168,7 @@ class DatabaseBackend(BaseBackend):
 
     def pause(self, known_for: float, *, alone: bool) -> float:
         if connections[self.using].vendor == "sqlite":
-            # There is no server whose work more looks would hold up.
-            longest = min(2 * super().pause(known_for, alone=True), LONGEST_PAUSE)
-            return random.uniform(0.5, 1.5) * longest
+            return local_pause(known_for)
         return super().pause(known_for, alone=alone)
 
     def renewal_session(self) -> RenewalSession:

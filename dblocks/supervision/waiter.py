@@ -94,27 +94,25 @@ class Waiter(threading.Thread):
         self, steps: Generator[Step, Any, Lease | Reading]
     ) -> Generator[Step, Any, Lease | Reading]:
         """Hand the steps on, looking at their results, until called off."""
-        result: object = None
-        error: Exception | None = None
         try:
+            step = next(steps)
             while True:
-                step = steps.send(result) if error is None else steps.throw(error)
                 if self._called_off.is_set():
                     raise _CalledOff
-                result = error = None
                 try:
                     result = yield step
-                except Exception as caught:
-                    error = caught
+                except Exception as error:
+                    step = steps.throw(error)
+                    continue
                 if isinstance(result, Reading):
                     self.reading = result
                     self._wake()
+                step = steps.send(result)
         except StopIteration as stop:
             found: Lease | Reading = stop.value
             return found
         finally:
             steps.close()
-            error = None
 
     def _end(self, found: Lease | Reading) -> None:
         if isinstance(found, Reading):
