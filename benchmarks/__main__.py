@@ -2,7 +2,8 @@
 
 Starts private servers, each with its own default durability, measures one after
 another and writes ``docs/benchmarks.md`` with its plots. What is measured in part, or
-quickly, is printed instead, unless it is told where to.
+quickly, is printed instead, unless it is told where to; of single rows, only their
+tables are: ``python -m benchmarks --only floor --database postgres``.
 """
 
 from __future__ import annotations
@@ -132,11 +133,13 @@ def main() -> int:
     reports = {
         server: measure(server, options.only, how) for server in options.database
     }
-    page = report.page(machine, reports, how)
-    if options.output is None:
-        print(page)
-    else:
+    if options.output is not None:
+        page = report.page(machine, reports, how)
         report.write(page, reports, options.output)
+    elif len(options.only) < len(MEASUREMENTS):
+        print(report.extract(machine, reports))
+    else:
+        print(report.page(machine, reports, how))
     faults = [
         f"{TITLES[server]}: {fault}"
         for server, found in reports.items()

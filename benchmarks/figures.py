@@ -17,6 +17,8 @@ class Scale:
     #: Times that each contender has its turn in an uncontended run, and for how long.
     turns: int
     turn: float
+    #: Cycles of a hot loop.
+    cycles: int
     #: Seconds in which processes contend.
     contend: float
     #: To each of two processes.
@@ -33,6 +35,7 @@ FULL = Scale(
     runs=3,
     turns=30,
     turn=0.05,
+    cycles=1000,
     contend=3.0,
     hand_offs=100,
     long_wait=65.0,
@@ -45,6 +48,7 @@ QUICK = Scale(
     runs=1,
     turns=8,
     turn=0.03,
+    cycles=300,
     contend=0.8,
     hand_offs=15,
     long_wait=3.0,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks import contention, crew, scale, uncontended
+from benchmarks import contention, crew, floor, scale, uncontended
 from benchmarks.figures import Result, Scale
 
 DATABASES = ("mariadb", "postgres", "sqlite")
@@ -36,6 +36,7 @@ class Measurement:
 MEASUREMENTS = [
     Measurement("uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS),
     Measurement("statements", "Statements", uncontended.count_statements, (4,)),
+    Measurement("floor", "The floor", floor.measure, (13,)),
     Measurement(
         "hand-off",
         "Hand-off between processes",

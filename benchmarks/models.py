@@ -21,6 +21,19 @@ class BareLock(models.Model):
         return self.key
 
 
+class FloorLock(models.Model):
+    """What two narrow updates need: an owner and a version."""
+
+    key = models.CharField(max_length=255, primary_key=True)
+    owner = models.CharField(max_length=64, default="")
+    version = models.BigIntegerField(default=0)
+
+    objects: ClassVar[models.Manager[FloorLock]] = models.Manager()
+
+    def __str__(self) -> str:
+        return self.key
+
+
 class RecipeLock(models.Model):
     """The lock table of the published recipe."""
 

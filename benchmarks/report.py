@@ -12,6 +12,9 @@ from benchmarks.measurements import MEASUREMENTS, TITLES, Measurement, ServerRep
 
 Reports = Mapping[str, ServerReport]
 
+BRIEF = ("processors", "load before the run", "Python", "Django")
+"""What an extract says of the machine."""
+
 
 def page(machine: Mapping[str, str], reports: Reports, how: Scale) -> str:
     """Return the whole page."""
@@ -29,6 +32,21 @@ def page(machine: Mapping[str, str], reports: Reports, how: Scale) -> str:
         environment_tables(machine, reports),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def extract(machine: Mapping[str, str], reports: Reports) -> str:
+    """Return only what was measured, for the terminal."""
+    parts = [
+        targets(reports),
+        *_faults(reports),
+        *(
+            tables
+            for measurement in MEASUREMENTS
+            if (tables := figure_tables(measurement, reports))
+        ),
+        environment_tables({name: machine[name] for name in BRIEF}, reports),
+    ]
+    return "\n\n".join(parts)
 
 
 def _introduction(how: Scale) -> str:

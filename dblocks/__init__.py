@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import distributed_lock, transaction_lock
-from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
-from .leases import Lease, current_lease
-from .locks import Lock
-from .pessimistic import TransactionLock
-
 if TYPE_CHECKING:
+    from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
     from .fencing import FencedModel
+    from .leases import Lease, current_lease
+    from .locks import Lock, distributed_lock
+    from .transaction_locks import TransactionLock, transaction_lock
 
 __version__ = "0.1.0"
 
@@ -29,11 +28,21 @@ __all__ = [
     "transaction_lock",
 ]
 
+_MODULES = {
+    "FencedModel": "fencing",
+    "Lease": "leases",
+    "Lock": "locks",
+    "TransactionLock": "transaction_locks",
+    "current_lease": "leases",
+    "distributed_lock": "locks",
+    "transaction_lock": "transaction_locks",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "FencedModel":
-        # A model can be imported only once the apps are being loaded.
-        from .fencing import FencedModel
-
-        return FencedModel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # A model can be imported only once the apps are being loaded, and modules that
+    # import this package must not find themselves imported by it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_MODULES.get(name, 'exceptions')}", __name__)
+    return globals().setdefault(name, getattr(module, name))

@@ -3,6 +3,9 @@ from __future__ import annotations
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
+from . import checks
+from .backends.database import transactions
+
 
 class DblocksConfig(AppConfig):
     name = "dblocks"
@@ -10,7 +13,5 @@ class DblocksConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, transactions
-
         checks.register()
-        transactions.watch_transactions()
+        transactions.watch()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
-if TYPE_CHECKING:
-    from .backends.base import BaseBackend
+from .backends.base import BaseBackend
 
 DEFAULT_ALIAS = "default"
-DEFAULT_BACKEND = "dblocks.backends.database.DatabaseBackend"
 DEFAULTS: dict[str, Any] = {
-    "BACKEND": DEFAULT_BACKEND,
+    "BACKEND": "dblocks.backends.database.DatabaseBackend",
     "LEASE": 30,
     "TIMEOUT": 3,
     "OPTIONS": {},
@@ -33,7 +31,7 @@ class Backends:
 
     def forget(self) -> None:
         """Make all backends anew at their next use."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._made: dict[str, BaseBackend] = {}
 
     @property
@@ -66,18 +64,14 @@ class Backends:
             self._config(alias)
 
     def __getitem__(self, alias: str) -> BaseBackend:
-        try:
-            return self._made[alias]
-        except KeyError:
-            pass
-        with self._lock:
-            if alias not in self._made:
-                self._made[alias] = self._make(alias)
-            return self._made[alias]
+        made = self._made
+        if alias not in made:
+            with self._lock:
+                if alias not in made:
+                    made[alias] = self._make(alias)
+        return made[alias]
 
     def _make(self, alias: str) -> BaseBackend:
-        from .backends.base import BaseBackend
-
         config = self._config(alias)
         path = config["BACKEND"]
         try:

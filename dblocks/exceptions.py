@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from datetime import datetime
 
 
@@ -10,6 +11,10 @@ class LockError(Exception):
 
     Raised itself where both forms of a lock are nested by one owner on one key.
     """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Not through __init__, whose keywords are required.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class InvalidKey(LockError, ValueError):
@@ -61,9 +66,6 @@ class LockTimeout(LockError):
             f"or wait longer with timeout=."
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
-
 
 class LeaseLost(LockError):
     """The lease is over although nobody released it: stop, somebody may follow.
@@ -100,15 +102,3 @@ class LeaseLost(LockError):
             f"lost: {meaning}. Stop the work that it protected; what was not "
             f"guarded may have been done twice."
         )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(
-    kind: type[LockError], args: tuple[object, ...], state: dict[str, object]
-) -> LockError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import models, router, transaction
 from django.db.models import F
 
 from .exceptions import LeaseLost
-
-if TYPE_CHECKING:
-    pass
 
 Fence = Any
 """A :class:`~dblocks.Lease`, or its token as an ``int`` or as digits in a ``str``."""
@@ -34,9 +31,7 @@ class FencingTokenField(models.BigIntegerField):  # type: ignore[type-arg]
     """The greatest token that a row has seen; a plain ``save()`` never writes it."""
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
-        if add or model_instance.__dict__.get("_fenced"):
-            return super().pre_save(model_instance, add)
-        return F(self.attname)
+        return super().pre_save(model_instance, add) if add else F(self.attname)
 
 
 class FencedQuerySet(models.QuerySet[Any]):
@@ -64,20 +59,16 @@ class FencedQuerySet(models.QuerySet[Any]):
                 "lock's token is hardly meant. Use .filter(…).fenced_update(…)."
             )
         self._for_write = True
-        values[FencedModel.FIELD] = token
         with transaction.atomic(using=self.db):
             # First all rows that are there, so that a change of what the filter asks
             # for doesn't hide the ones that refuse.
-            rows = self.order_by("pk").select_for_update()
-            seen = dict(rows.values_list("pk", FencedModel.FIELD))
-            if any(known > token for known in seen.values()):
+            locked = self.order_by("pk").select_for_update()
+            pks = list(locked.values_list("pk", flat=True))
+            rows = self.model._base_manager.using(self.db).filter(pk__in=pks)
+            allowed = rows.filter(fencing_token__lte=token)
+            if allowed.update(**values, fencing_token=token) != len(pks):
                 raise _refused(self.model, fence, token)
-            mine = self.model._base_manager.using(self.db).filter(
-                pk__in=seen, **{f"{FencedModel.FIELD}__lte": token}
-            )
-            if mine.update(**values) != len(seen):
-                raise _refused(self.model, fence, token)
-        return len(seen)
+        return len(pks)
 
 
 class FencedModel(models.Model):
@@ -95,8 +86,6 @@ class FencedModel(models.Model):
             Report.objects.filter(pk=1).fenced_update(lease, body="…")
             report.save(fence=lease)
     """
-
-    FIELD = "fencing_token"
 
     fencing_token = FencingTokenField(default=0, editable=False)
 
@@ -121,23 +110,16 @@ class FencedModel(models.Model):
         token = token_of(fence)
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
         rows = type(self)._base_manager.using(using).filter(pk=self.pk)
-        fields = kwargs.get("update_fields")
-        if fields is not None:
-            kwargs["update_fields"] = {*fields, self.FIELD}
-        before = self.fencing_token
-        with transaction.atomic(using=using):
-            updated = rows.filter(fencing_token__lte=token).update(fencing_token=token)
-            if not updated and rows.exists():
-                raise _refused(type(self), fence, token)
-            self.fencing_token = token
-            self.__dict__["_fenced"] = True
-            try:
+        before, self.fencing_token = self.fencing_token, token
+        try:
+            with transaction.atomic(using=using):
+                allowed = rows.filter(fencing_token__lte=token)
+                if not allowed.update(fencing_token=token) and rows.exists():
+                    raise _refused(type(self), fence, token)
                 super().save(*args, **kwargs)
-            except BaseException:
-                self.fencing_token = before
-                raise
-            finally:
-                del self.__dict__["_fenced"]
+        except BaseException:
+            self.fencing_token = before
+            raise
 
 
 def _refused(model: type[models.Model], fence: Fence, token: int) -> LeaseLost:

@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections
-from django.db import transaction as db_transaction
-from django.utils.asyncio import async_unsafe
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import (
+    DEFAULT_DB_ALIAS,
+    DatabaseError,
+    InterfaceError,
+    connections,
+    transaction,
+)
 
-from . import arguments, clock, ownership, signals, transactions
-from .backends.base import Grant
+from . import clock, signals, validation
+from .backends.database import transactions
 from .exceptions import LeaseLost
-from .holds import Hold
-from .renewal import timekeeper
-from .waiting import Gate, lines
-
-if TYPE_CHECKING:
-    from .locks import Lock
+from .holding import losses, owners
+from .holding.holds import PATIENCE, RELEASED, Hold, nobody
+from .waiting.threads import call_in_thread
+from .waiting.wait import log_lapse
 
 logger = logging.getLogger("dblocks")
 
-PATIENCE = 1.0
-"""Seconds for which passing faults are sat out where the caller's wait is shorter."""
+F = TypeVar("F", bound=Callable[..., Any])
 
-sync_only = async_unsafe(
-    "A lock's sync form was used inside a running event loop; use its async twin: "
-    "async with, aacquire(), atry_acquire(), alocked(), arenew(), arelease()."
-)
+
+def sync_only(function: F) -> F:
+    """Decorate what blocks, so that it raises inside a running event loop."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if asyncio._get_running_loop() is not None and not os.environ.get(
+            "DJANGO_ALLOW_ASYNC_UNSAFE"
+        ):
+            raise SynchronousOnlyOperation(
+                "A lock's sync form was used inside a running event loop; use its "
+                "async twin: async with, aacquire(), atry_acquire(), alocked(), "
+                "arenew(), arelease()."
+            )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 class Lease:
@@ -53,29 +69,41 @@ class Lease:
                 ...
     """
 
-    def __init__(self, lock: Lock, hold: Hold) -> None:
+    def __init__(self, hold: Hold, atomic: bool) -> None:
         self._hold = hold
-        self._atomic = lock.atomic
+        self._atomic = atomic
         self._block: AbstractContextManager[None] | None = None
-        self._open = True
         self._deferred = False
         self._committed = False
-        with hold.mutex:
-            hold.leases += 1
+        self._ref = weakref.ref(self)
+        hold.leases.add(self._ref)
+        hold.promised = nobody
 
     def __repr__(self) -> str:
-        state = "held" if self.held else self.lost_reason or "released"
+        state = "held" if self.held else self.lost_reason or RELEASED
         return f"<Lease {self.key!r} fencing_token={self.fencing_token} {state}>"
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         # Run by the garbage collector, at any point: it must not note a loss.
-        if getattr(self, "_open", False) and self._hold.lost_reason is None:
+        if hasattr(self, "_ref") and self._open and self._hold.lost_reason is None:
             _warn(
                 f"The lease on {self.key!r} (fencing token {self.fencing_token}) was "
                 f"dropped without release(); it is not renewed any more.",
                 ResourceWarning,
                 stacklevel=2,
             )
+
+    @property
+    def _open(self) -> bool:
+        return self._ref in self._hold.leases
+
+    def _close(self) -> bool:
+        """Count it as given back, once."""
+        try:
+            self._hold.leases.remove(self._ref)
+        except KeyError:
+            return False
+        return True
 
     @property
     def key(self) -> str:
@@ -103,11 +131,6 @@ class Lease:
         return self._hold.grant.version
 
     @property
-    def open(self) -> bool:
-        """Whether it has not been released."""
-        return self._open
-
-    @property
     def lost_reason(self) -> str | None:
         """Why the lease is lost, or ``None``.
 
@@ -127,7 +150,7 @@ class Lease:
         renewal; a database clock that was set forward; and a suspended machine
         without a clock that counts suspension.
         """
-        return self._open and self._hold.is_live()
+        return self._hold.is_live() and self._open
 
     def remaining(self) -> float:
         """Return the seconds that are left, 0.0 when over.
@@ -141,13 +164,14 @@ class Lease:
     def check(self) -> None:
         """Raise :exc:`LeaseLost` unless the lock is :attr:`held`. No I/O."""
         if not self.held:
+            self._hold.note_overdue()
             raise self._lost()
 
     def _lost(self) -> LeaseLost:
         return LeaseLost(
             self.key,
             fencing_token=self.fencing_token,
-            reason=self.lost_reason or "released",
+            reason=self.lost_reason or RELEASED,
         )
 
     @sync_only
@@ -167,10 +191,15 @@ class Lease:
             NotSupportedError: The backend has no guard, or the locks live in another
                 database.
         """
+        with self._verifying():
+            self._hold.backend.guard(self._hold.grant, using)
+
+    @contextmanager
+    def _verifying(self) -> Generator[None]:
         if not self._open or self.lost_reason == "forked":
             raise self._lost()
         try:
-            self._hold.backend.guard(self._hold.grant, using)
+            yield
         except LeaseLost as error:
             self._hold.lose(error.reason)
             raise
@@ -182,53 +211,10 @@ class Lease:
         force release, at the next renewal); at once if the lease is lost already. Its
         errors are logged.
         """
-        with self._hold.mutex:
-            self._hold.callbacks.append((weakref.ref(self), callback))
-            lost = self.lost_reason
-        if lost is not None:
-            from .renewal import run_callbacks
-
-            run_callbacks(self._hold)
-
-    def belongs_to(self, hold: Hold | None) -> bool:
-        """Tell whether it is one of the leases of a hold."""
-        return self._hold is hold
-
-    def note_written(self, grant: Grant, sent: float, lease: float) -> bool:
-        """Note that the database has counted it; ``False`` if that has another grant.
-
-        Args:
-            grant: What the database answered.
-            sent: Local clock before it was asked.
-            lease: For how many seconds.
-        """
-        hold = self._hold
-        with hold.mutex:
-            if hold.grant != grant or not hold.extend(sent, lease):
-                return False
-            hold.written += 1
-            return True
-
-    def leave_hold(self, grant: Grant) -> None:
-        """Undo the joining of a hold that is not what the database has granted."""
-        hold = self._hold
-        with hold.mutex:
-            self._open = False
-            hold.leases -= 1
-            outdated = hold.grant != grant and not hold.closed
-        if outdated:
-            hold.lose("expired")
-
-    def take_gate(self, gate: Gate | None) -> bool:
-        """Keep a gate until the release; ``False`` if it isn't needed."""
-        hold = self._hold
-        with hold.mutex:
-            if gate is None or not gate.held:
-                return False
-            if hold.leases > 1 or hold.gate is not None or not hold.is_live():
-                return False
-            hold.gate = gate
-            return True
+        self._hold.callbacks.append((self._ref, callback))
+        self._hold.note_overdue()
+        if self._hold.lost_reason is not None:
+            losses.call_back(self._hold)
 
     # Renewing
 
@@ -245,12 +231,12 @@ class Lease:
             DatabaseError: The database is out of reach, or a transaction has the row
                 pinned for longer than a second; the lease runs on as before.
         """
-        self._renew_now(None if lease is None else arguments.lease(lease))
+        self._renew_now(None if lease is None else validation.lease(lease))
 
     async def arenew(self, lease: object = None) -> None:
         """:meth:`renew` for async code."""
-        seconds = None if lease is None else arguments.lease(lease)
-        await sync_to_async(self._renew_now)(seconds)
+        seconds = None if lease is None else validation.lease(lease)
+        await call_in_thread(self._hold.backend, lambda: self._renew_now(seconds))
 
     def _renew_now(self, lease: float | None) -> None:
         self.check()
@@ -293,88 +279,39 @@ class Lease:
 
     async def arelease(self) -> bool:
         """:meth:`release` for async code. Goes on if the task is cancelled."""
-        releasing = asyncio.ensure_future(sync_to_async(self._release_or_defer)())
-        try:
-            return await asyncio.shield(releasing)
-        except asyncio.CancelledError:
-            releasing.add_done_callback(_retrieve)
-            raise
+        return await call_in_thread(self._hold.backend, self._release_now)
 
     def _release_or_defer(self) -> bool:
-        if not self._open or self._deferred:
+        if self._deferred or not self._open:
             return False
-        if self.lost_reason is None and transactions.transaction_is_open():
-            if not self._hold.is_live():
-                return self.release_now()
+        if self._hold.is_live() and transactions.transaction_is_open():
             self._deferred = True
-            transactions.at_end(self._release_at_end)
+            transactions.at_end(transactions.RELEASE, self._release_at_end)
             return True
-        return self.release_now()
+        return self._release_now()
 
     def _release_at_end(self) -> None:
         try:
-            if not self.release_now() and not self._committed:
+            if not self._open:
+                return
+            if not self._release_now() and not self._committed:
                 logger.warning(
                     "lost before the transaction ended key=%r reason=%s",
                     self.key,
                     self.lost_reason,
                 )
         except (DatabaseError, InterfaceError) as error:
-            self._log_lapse(error)
+            log_lapse(self._hold, error)
 
-    def _log_lapse(self, error: Exception) -> None:
-        logger.warning(
-            "not released, left to lapse key=%r fencing_token=%s error=%s",
-            self.key,
-            self.fencing_token,
-            error,
-        )
-
-    def release_now(self) -> bool:
+    def _release_now(self) -> bool:
         """Give it back without regard to the transactions of this thread."""
+        if not self._close():
+            return False
         hold = self._hold
-        with hold.mutex:
-            if not self._open:
-                return False
-            live = hold.is_live() or (self._committed and hold.lost_reason != "forked")
-            self._open = False
-            hold.leases -= 1
-            left = hold.leases
-            uncounted = hold.written <= left
-            if not uncounted:
-                hold.written -= 1
-            if not left:
-                hold.closed = True
-        if not left:
-            timekeeper.discard(hold)
-        if not live:
-            return False
-        if uncounted:
-            return True
-        try:
-            held = hold.backend.release(
-                hold.grant,
-                count=None if hold.explicit else left,
-                hold_at_least=hold.terms.hold_at_least,
-                patience=PATIENCE,
-            )
-        finally:
-            if not left:
-                hold.leave_gate()
-                lines.wake(hold.backend, hold.grant.key)
-        if not held:
-            hold.lose(hold.backend.reason(hold.grant))
-            return False
-        if not left:
+        held = hold.release(self._committed)
+        if held and not hold.counted:
             self._tell_released()
-        return True
-
-    def give_back(self) -> None:
-        """Release what nobody waits for any more; if that fails, let it lapse."""
-        try:
-            self.release_now()
-        except (DatabaseError, InterfaceError) as error:
-            self._log_lapse(error)
+        return held
 
     def _tell_released(self) -> None:
         held_for = clock.monotonic() - self._hold.started
@@ -388,10 +325,8 @@ class Lease:
                 held_for,
             )
         if signals.lock_released.receivers:
-            from .locks import Lock
-
             signals.lock_released.send_robust(
-                sender=Lock,
+                sender=self._hold.sender,
                 key=self.key,
                 backend=self.backend,
                 owner=self.owner,
@@ -409,7 +344,7 @@ class Lease:
             try:
                 block.__enter__()
             except BaseException:
-                self._leave(*sys.exc_info())
+                self._leave(sys.exc_info()[0])
                 raise
             self._block = block
         return self
@@ -425,21 +360,21 @@ class Lease:
             try:
                 block.__exit__(exc_type, exc, traceback)
             except BaseException:
-                self._leave(*sys.exc_info())
+                self._leave(sys.exc_info()[0])
                 raise
-        self._leave(exc_type, exc, traceback)
+        self._leave(exc_type)
 
-    def _leave(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def _leave(self, exc_type: type[BaseException] | None) -> None:
         try:
             self._release_or_defer()
         except (DatabaseError, InterfaceError) as error:
-            self._log_lapse(error)
-        if self.lost_reason is not None and exc_type is None and not self._committed:
+            if self._close():
+                self._hold.forsake()
+            log_lapse(self._hold, error)
+        self._raise_if_lost(exc_type)
+
+    def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
+        if exc_type is None and not self._committed and self.lost_reason is not None:
             raise self._lost()
 
     async def __aenter__(self) -> Lease:
@@ -455,52 +390,38 @@ class Lease:
     ) -> None:
         try:
             await self.arelease()
-        except (DatabaseError, InterfaceError) as error:
-            self._log_lapse(error)
-        if self.lost_reason is not None and exc_type is None:
-            raise self._lost()
+        except (DatabaseError, InterfaceError, RuntimeError) as error:
+            # RuntimeError: no thread can be started.
+            if self._close():
+                self._hold.forsake()
+            log_lapse(self._hold, error)
+        self._raise_if_lost(exc_type)
+
+    # Transactions that commit only while the lock is held
 
     @contextmanager
-    def _committing(self, using: str = DEFAULT_DB_ALIAS) -> Generator[None]:
-        """A transaction that commits only while the lock is still held."""
-        with ExitStack() as pins:
-            with db_transaction.atomic(using=using):
-                yield
-                self.verify([using], pins)
-            self.note_commit()
+    def _committing(self) -> Generator[None]:
+        with transaction.atomic():
+            yield
+            guarded = not connections[DEFAULT_DB_ALIAS].needs_rollback
+            if guarded:
+                self._guard_commits([DEFAULT_DB_ALIAS])
+        self._committed = guarded
 
-    def note_commit(self) -> None:
-        """Note that a guarded transaction was committed: that verdict is final."""
-        self._committed = True
-
-    def is_in_database(self, using: str) -> bool:
-        """Tell whether the lock is a row of this database."""
-        return self._hold.backend.is_in_database(using)
-
-    def verify(self, aliases: Sequence[str], pins: ExitStack) -> None:
-        """Guard the transactions on some databases that are about to commit.
-
-        Transactions that will be rolled back are let through.
-
-        Args:
-            pins: Closed after the commits.
+    def _guard_commits(self, aliases: Sequence[str]) -> None:
+        """Guard the open transactions on some databases, which are to commit next.
 
         Raises:
             LeaseLost: The lock is no longer held.
         """
-        aliases = [a for a in aliases if not connections[a].needs_rollback]
-        if not aliases:
-            return
-        if not self._open or self.lost_reason == "forked":
-            raise self._lost()
         if not self._hold.backend.has_guard:
             self.check()
             return
-        try:
-            self._hold.backend.pin(self._hold.grant, aliases, pins)
-        except LeaseLost as error:
-            self._hold.lose(error.reason)
-            raise
+        with self._verifying():
+            self._hold.backend.guard_commits(self._hold.grant, aliases)
+
+    def _is_in_database(self, using: str) -> bool:
+        return self._hold.backend.is_in_database(using)
 
 
 def current_lease(key: str | None = None) -> Lease:
@@ -517,13 +438,8 @@ def current_lease(key: str | None = None) -> Lease:
     Raises:
         LookupError: There is none.
     """
-    lease = ownership.current().innermost(key)
+    lease: Lease | None = next(owners.current().leases(key), None)
     if lease is None:
-        wanted = "a lease" if key is None else f"a lease on {key!r}"
-        raise LookupError(f"The current thread or task has no {wanted[2:]}.")
+        wanted = "lease" if key is None else f"lease on {key!r}"
+        raise LookupError(f"The current thread or task has no {wanted}.")
     return lease
-
-
-def _retrieve(future: asyncio.Future[bool]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        logger.warning("not released, left to lapse error=%s", future.exception())

@@ -2,21 +2,125 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from asgiref.sync import sync_to_async
-
-from . import arguments, ownership
-from .acquisition import Acquisition
-from .arguments import UNSET, OnLocked, Unset
-from .backends.base import FOREVER, BaseBackend
+from . import clock, signals, validation
+from .backends.base import BaseBackend
+from .backends.values import FOREVER, Reading
 from .conf import DEFAULT_ALIAS, backends
-from .holds import Terms, terms
+from .decorators import decorate, is_bare
+from .exceptions import LockTimeout
+from .holding import owners
+from .holding.holds import Hold, Terms, terms
 from .leases import Lease, sync_only
+from .validation import UNSET, OnLocked, Unset
+from .waiting.attempt import Attempt
+from .waiting.threads import call_in_thread
+from .waiting.wait import aget, get, give_back
+
+logger = logging.getLogger("dblocks")
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def distributed_lock(
+    key: str | Callable[..., str],
+    *,
+    timeout: float | timedelta | Unset | None = UNSET,
+    lease: float | timedelta | Unset = UNSET,
+    renew: bool = True,
+    max_hold: float | timedelta | None = None,
+    hold_at_least: float | timedelta = 0,
+    owner: str | None = None,
+    atomic: bool = False,
+    on_locked: OnLocked = None,
+    note: str | Callable[..., str] = "",
+    backend: str = DEFAULT_ALIAS,
+) -> Lock:
+    """Return a lock: a context manager, a decorator, and what hands out leases.
+
+    At most one owner at a time, among all processes on the same database, has a lease
+    on ``key``. Re-entrant for the owner: the current thread, asyncio task, or whoever
+    presents the same ``owner=``. No I/O happens here; it works at import time, and the
+    lock may be shared by threads and used again. ::
+
+        with distributed_lock("import", lease=60) as lease:
+            ...
+
+        @distributed_lock("order:{order_id}", timeout=2)
+        def pay(request, order_id): ...
+
+    Entering waits for ``timeout`` and raises :exc:`LockTimeout` when somebody else had
+    the key all that time; a database error stays Django's own. The lease is renewed by
+    a thread of dblocks until the block is left. Leaving releases, and raises
+    :exc:`LeaseLost` if the lease was lost meanwhile, unless the body raised already.
+
+    Nothing runs in the caller's transaction: inside ``atomic()`` a second connection is
+    used (on SQLite that is refused). A release inside a transaction is put off until
+    that has ended, by commit or by rollback.
+
+    Durations are seconds or ``timedelta``. Times are the database's. Not guaranteed:
+    mutual exclusion by a lease alone ends with the lease; a holder that is paused for
+    longer is caught by ``atomic=True``, :meth:`Lease.guard` or the fencing token.
+
+    Args:
+        key: What is locked, up to 255 characters, compared exactly. In the decorator
+            form a ``str.format`` template over the call's arguments, or a callable
+            that gets them and returns the key.
+        timeout: How long to wait; ``0`` tries once, ``None`` waits for ever. Default:
+            setting ``TIMEOUT``, 3 s.
+        lease: How long it is held without being renewed, 0.1 s to 366 days; under 1 s
+            is for tests. Default: setting ``LEASE``, 30 s.
+        renew: Renew in the background, at a third of what ``remaining()`` starts from,
+            for as long as the lease is referred to.
+        max_hold: No renewal moves the expiry beyond this long after the acquisition;
+            ``None`` for no limit. Not with ``renew=False``.
+        hold_at_least: After an early release, by an exception too, the key stays taken,
+            *cooling*, until this long after the acquisition (Chubby's lock-delay, 2006,
+            and ShedLock's ``lockAtLeastFor`` are the models).
+        owner: An explicit owner id, up to 64 characters: whoever presents the same one,
+            in any thread, process or machine, re-enters. Default: made anew for each
+            outermost acquisition.
+        atomic: Run the body in ``transaction.atomic()`` on the default database and
+            commit only while still holding. Not on async functions and blocks.
+        on_locked: Decorator form, when the wait ran out: ``None`` (a view answers 423,
+            any other call raises :exc:`LockTimeout`), ``"raise"``, ``"skip"`` (return
+            ``None`` without running, by default without waiting) or a callable
+            ``(exc, *args, **kwargs)`` whose result is returned. Refused on entering
+            in any other form.
+        note: Free text for people, up to 255 characters. In the decorator form a
+            template or a callable, like the key; by default the function's name, or
+            the method and the URL pattern of a view.
+        backend: Alias in the setting ``DBLOCKS``.
+
+    Raises:
+        InvalidKey: The key can't name a lock.
+        TypeError: An argument, or what is decorated, is of the wrong type.
+        ValueError: An argument is out of range.
+    """
+    if timeout is lease is UNSET and is_bare(key, sys._getframe(1)):
+        raise TypeError(
+            "@distributed_lock is used without parentheses: write "
+            '@distributed_lock("key"), or give the key as a template or a callable.'
+        )
+    return Lock(
+        key,
+        timeout=timeout,
+        lease=lease,
+        renew=renew,
+        max_hold=max_hold,
+        hold_at_least=hold_at_least,
+        owner=owner,
+        atomic=atomic,
+        on_locked=on_locked,
+        note=note,
+        backend=backend,
+    )
 
 
 class Lock:
@@ -27,7 +131,7 @@ class Lock:
     no I/O and is possible at import time; the object may be shared by threads and
     used again, as a context manager (``with``, ``async with``), as a decorator, or
     through :meth:`acquire` and :meth:`try_acquire`. Made by
-    :func:`dblocks.distributed_lock`, which documents the arguments.
+    :func:`dblocks.distributed_lock`, which documents the validation.
 
     Re-entrant for its owner: the current asyncio task; in sync code that asgiref runs
     for a task, that one call; else the current thread; or whoever presents the same
@@ -58,38 +162,41 @@ class Lock:
         owner: str | None = None,
         atomic: bool = False,
         on_locked: OnLocked = None,
-        note: str = "",
+        note: str | Callable[..., str] = "",
         backend: str = DEFAULT_ALIAS,
     ) -> None:
-        self.key = key if callable(key) else arguments.key(key)
-        self.on_locked = arguments.on_locked(on_locked)
+        self.key = key if callable(key) else validation.key(key)
+        self.on_locked = validation.on_locked(on_locked)
         self.timeout: float | Unset | None = UNSET
         if not isinstance(timeout, Unset):
-            self.timeout = arguments.timeout(timeout)
-        self.lease = lease if isinstance(lease, Unset) else arguments.lease(lease)
-        self.renew = arguments.flag("renew", renew)
-        self.max_hold = arguments.max_hold(max_hold, self.renew)
-        self.hold_at_least = arguments.bounded("hold_at_least", hold_at_least)
-        self.owner = None if owner is None else arguments.owner(owner)
-        self.atomic = arguments.flag("atomic", atomic)
-        self.note = arguments.text("note", note)
-        self.backend = arguments.text("backend", backend)
-        self._entered: dict[ownership.Owner, list[Lease]] = {}
+            self.timeout = validation.timeout(timeout)
+        self.lease = lease if isinstance(lease, Unset) else validation.lease(lease)
+        self.renew = validation.flag("renew", renew)
+        self.max_hold = validation.max_hold(max_hold, self.renew)
+        self.hold_at_least = validation.bounded("hold_at_least", hold_at_least)
+        self.owner = None if owner is None else validation.owner(owner)
+        self.atomic = validation.flag("atomic", atomic)
+        self.note = note if callable(note) else validation.text("note", note)
+        self.backend = validation.text("backend", backend)
+        self._entered: dict[owners.Owner, list[Lease]] = {}
 
     def __repr__(self) -> str:
         return f"<Lock {self.key!r} backend={self.backend!r}>"
 
     def __call__(self, function: F) -> F:
         """Decorate a function, so that its calls hold the lock."""
-        from .decorators import decorate
-
         decorated: F = decorate(self, function)
         return decorated
 
-    def with_key(self, key: str) -> Lock:
-        """Return the same lock for another key."""
+    def for_call(self, key: str, note: str) -> Lock:
+        """Return the same lock for one call of a decorated function.
+
+        The decorator has made the key and the note, and sees to ``on_locked`` itself.
+        """
         lock = object.__new__(Lock)
-        lock.__dict__.update(self.__dict__, key=arguments.key(key), _entered={})
+        lock.__dict__.update(
+            self.__dict__, key=key, note=note, on_locked=None, _entered={}
+        )
         return lock
 
     # Acquiring
@@ -110,8 +217,8 @@ class Lock:
                 (SQLite, or autocommit switched off by hand).
             DatabaseError: The database's own; it never means "taken".
         """
-        acquisition = self._acquisition(timeout)
-        return acquisition.lease(acquisition.run())
+        attempt = self._attempt(timeout)
+        return self._lease(attempt, get(attempt))
 
     @sync_only
     def try_acquire(self, timeout: object = 0) -> Lease | None:
@@ -124,8 +231,9 @@ class Lock:
             LockError, TransactionManagementError, DatabaseError: As for
                 :meth:`acquire`; a fault is never ``None``.
         """
-        found = self._acquisition(timeout).run()
-        return found if isinstance(found, Lease) else None
+        attempt = self._attempt(timeout)
+        found = get(attempt)
+        return None if isinstance(found, Reading) else self._lease(attempt, found)
 
     @sync_only
     def locked(self) -> bool:
@@ -138,31 +246,33 @@ class Lock:
 
     async def aacquire(self, timeout: object = UNSET) -> Lease:
         """:meth:`acquire` for async code; waits without holding a thread."""
-        acquisition = self._acquisition(timeout)
-        return acquisition.lease(await acquisition.arun())
+        attempt = self._attempt(timeout)
+        return await self._alease(attempt, await aget(attempt))
 
     async def atry_acquire(self, timeout: object = 0) -> Lease | None:
         """:meth:`try_acquire` for async code."""
-        found = await self._acquisition(timeout).arun()
-        return found if isinstance(found, Lease) else None
+        attempt = self._attempt(timeout)
+        found = await aget(attempt)
+        if isinstance(found, Reading):
+            return None
+        return await self._alease(attempt, found)
 
     async def alocked(self) -> bool:
         """:meth:`locked` for async code."""
-        return await sync_to_async(self._is_locked)()
+        return await call_in_thread(backends[self.backend], self._is_locked)
 
     def _is_locked(self) -> bool:
-        reading = backends[self.backend].read(self.literal_key)
+        reading = backends[self.backend].read(self._literal_key)
         return reading is not None and reading.remaining > 0
 
-    def terms(self, backend: BaseBackend) -> Terms:
-        """How it is held on a backend, whose settings give the defaults."""
+    def _terms(self, backend: BaseBackend) -> Terms:
+        """Return how it is held on a backend, whose settings give the defaults."""
         lease = backend.lease if isinstance(self.lease, Unset) else self.lease
         max_hold = FOREVER if self.max_hold is None else self.max_hold
         return terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
 
     @property
-    def literal_key(self) -> str:
-        """The key, if it is not a callable that only a decorator can call."""
+    def _literal_key(self) -> str:
         if callable(self.key):
             raise TypeError(
                 f"key={self.key!r} is a callable, which only the decorator form calls; "
@@ -170,24 +280,86 @@ class Lock:
             )
         return self.key
 
-    def _acquisition(self, timeout: object) -> Acquisition:
+    @property
+    def _literal_note(self) -> str:
+        if callable(self.note):
+            raise TypeError(
+                f"note={self.note!r} is a callable, which only the decorator form "
+                f"calls; here the note must be a str."
+            )
+        return self.note
+
+    def _attempt(
+        self, timeout: object = UNSET, me: owners.Owner | None = None
+    ) -> Attempt:
+        if self.on_locked is not None:
+            raise TypeError(
+                f"on_locked is for the decorator form, not {self.on_locked!r} here: "
+                f"catch LockTimeout, or use try_acquire() without on_locked."
+            )
+        backend = backends[self.backend]
         if not isinstance(timeout, Unset):
-            wait = arguments.timeout(timeout)
+            wait = validation.timeout(timeout)
         elif not isinstance(self.timeout, Unset):
             wait = self.timeout
         else:
-            wait = backends[self.backend].timeout
-        return Acquisition(self, ownership.current(), wait)
+            wait = backend.timeout
+        return Attempt(
+            backend,
+            self._literal_key,
+            self._terms(backend),
+            me=me or owners.current(),
+            timeout=wait,
+            owner=self.owner,
+            note=self._literal_note,
+            sender=Lock,
+        )
+
+    def _acquire_for(self, owner: owners.Owner) -> Lease:
+        """Take the lock for another line of execution."""
+        attempt = self._attempt(me=owner)
+        return self._lease(attempt, get(attempt))
+
+    def _lease(self, attempt: Attempt, found: Hold | Reading) -> Lease:
+        """Return a lease of what was granted, or raise ``LockTimeout``."""
+        if isinstance(found, Reading):
+            raise LockTimeout(
+                attempt.key,
+                timeout=attempt.timeout,
+                holder=found.holder,
+                note=found.note,
+                acquired_at=found.acquired_at,
+                retry_after=found.remaining,
+            )
+        lease = Lease(found, self.atomic)
+        try:
+            attempt.me.add(lease)
+            _tell_acquired(attempt, lease)
+        except BaseException:
+            if lease._close():
+                give_back(found)
+            raise
+        return lease
+
+    async def _alease(self, attempt: Attempt, found: Hold | Reading) -> Lease:
+        """:meth:`_lease` for async code; the signal's receivers may be sync."""
+        if not signals.lock_acquired.receivers:
+            return self._lease(attempt, found)
+        return await call_in_thread(
+            attempt.backend,
+            lambda: self._lease(attempt, found),
+            lambda lease: lease and lease._release_now(),
+        )
 
     # As a context manager
 
     @sync_only
     def __enter__(self) -> Lease:
-        acquisition = self._acquisition(UNSET)
-        lease = acquisition.lease(acquisition.run())
+        attempt = self._attempt()
+        lease = self._lease(attempt, get(attempt))
         if self.atomic:
             lease.__enter__()
-        self._entered.setdefault(acquisition.me, []).append(lease)
+        self._entered.setdefault(attempt.me, []).append(lease)
         return lease
 
     def __exit__(
@@ -205,7 +377,7 @@ class Lock:
                 "transactions. Run the block through sync_to_async()."
             )
         lease = await self.aacquire()
-        self._entered.setdefault(ownership.current(), []).append(lease)
+        self._entered.setdefault(owners.current(), []).append(lease)
         return lease
 
     async def __aexit__(
@@ -219,11 +391,36 @@ class Lock:
     def _leave(self) -> Lease:
         entered = self._entered
         # One alone may be a generator's that another thread or task closes.
-        owners = list(entered)
-        me = owners[0] if len(owners) == 1 else ownership.current()
+        inside = list(entered)
+        me = inside[0] if len(inside) == 1 else owners.current()
         if me not in entered:
             raise RuntimeError(f"{self!r} is left where it was not entered.")
         lease = entered[me].pop()
         if not entered[me]:
             del entered[me]
         return lease
+
+
+def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
+    debug = logger.isEnabledFor(logging.DEBUG)
+    if not debug and not signals.lock_acquired.receivers:
+        return
+    waited = clock.monotonic() - attempt.started
+    logger.debug(
+        "acquired key=%r backend=%s owner=%s fencing_token=%s waited=%.3f",
+        attempt.key,
+        lease.backend,
+        lease.owner,
+        lease.fencing_token,
+        waited,
+    )
+    signals.lock_acquired.send_robust(
+        sender=Lock,
+        key=attempt.key,
+        backend=lease.backend,
+        owner=lease.owner,
+        fencing_token=lease.fencing_token,
+        waited=waited,
+        reentered=attempt.reentered,
+        lease=lease,
+    )

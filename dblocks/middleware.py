@@ -5,8 +5,8 @@ from __future__ import annotations
 from django.http import HttpRequest, HttpResponse
 from django.utils.deprecation import MiddlewareMixin
 
+from .decorators.views import locked_response
 from .exceptions import LockTimeout
-from .views import locked_response
 
 
 class LockTimeoutMiddleware(MiddlewareMixin):

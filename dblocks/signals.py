@@ -36,36 +36,11 @@ lock_timed_out = Signal()
 lock_force_released = Signal()
 
 
-def announce_force_release(
-    sender: type,
-    *,
-    key: str,
-    owner: str,
-    holder: str,
-    fencing_token: int,
-    by: object,
-    reason: str,
-    backend: str | None = None,
-    using: str | None = None,
-) -> None:
+def announce_force_release(sender: type, **grant: object) -> None:
     """Log that a grant was ended over its holder's head, and send the signal."""
     logger.warning(
-        "force-released key=%r owner=%s holder=%s fencing_token=%s by=%s reason=%s",
-        key,
-        owner,
-        holder,
-        fencing_token,
-        by,
-        reason,
+        "force-released key=%(key)r owner=%(owner)s holder=%(holder)s "
+        "fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
+        grant,
     )
-    lock_force_released.send_robust(
-        sender=sender,
-        key=key,
-        backend=backend,
-        using=using,
-        owner=owner,
-        holder=holder,
-        fencing_token=fencing_token,
-        by=by,
-        reason=reason,
-    )
+    lock_force_released.send_robust(sender, **{"backend": None, "using": None, **grant})

@@ -7,22 +7,18 @@ without waiting, :func:`clear_locks` empties a backend between tests.
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, InterfaceError
-from django.db.backends.base.base import BaseDatabaseWrapper
 
-from . import arguments, clock, ownership, transactions
-from .acquisition import Acquisition
-from .arguments import UNSET, Unset
-from .backends.database import DatabaseBackend
-from .backends.locmem import LocMemBackend
+from . import clock, validation
 from .conf import DEFAULT_ALIAS, backends
+from .holding import owners
+from .holding.holds import registry
+from .holding.renewal import scheduler
 from .leases import Lease, sync_only
 from .locks import Lock
-from .renewal import timekeeper
+from .validation import UNSET, Unset
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
@@ -63,21 +59,20 @@ class hold_elsewhere:
         backend: str = DEFAULT_ALIAS,
     ) -> None:
         self._lock = Lock(
-            arguments.key(key), timeout=0, lease=lease, note=note, backend=backend
+            validation.key(key), timeout=0, lease=lease, note=note, backend=backend
         )
-        self._owner = ownership.Owner("held elsewhere")
+        self._owner = owners.Owner("held elsewhere")
         self._leases: list[Lease] = []
 
     def _enter(self) -> Lease:
-        acquisition = Acquisition(self._lock, self._owner, 0.0)
-        lease = acquisition.lease(acquisition.run())
+        lease = self._lock._acquire_for(self._owner)
         self._leases.append(lease)
         return lease
 
     def _exit(self, exc: BaseException | None) -> None:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
-            self._leases.pop().release_now()
+            self._leases.pop()._release_now()
         except (DatabaseError, InterfaceError):
             # The block may have broken the test's transaction: its error counts.
             if exc is None:
@@ -88,22 +83,14 @@ class hold_elsewhere:
         return self._enter()
 
     @sync_only
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
         self._exit(exc)
 
     async def __aenter__(self) -> Lease:
         return await sync_to_async(self._enter)()
 
     async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, exc: BaseException | None, tb: object
     ) -> None:
         await sync_to_async(self._exit)(exc)
 
@@ -131,27 +118,13 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
     Raises:
         NotImplementedError: The backend is another engine, with a clock of its own.
     """
-    by = arguments.duration("seconds", seconds)
-    engine = backends[backend]
-    if isinstance(engine, DatabaseBackend):
-        # The rows first: a lease renewed in between is thought shorter than it is.
-        transactions.run(engine.using, partial(_make_older, seconds=by))
-    elif not isinstance(engine, LocMemBackend):
-        raise NotImplementedError(
-            f"The clock of the backend {backend!r} can't be moved: use LocMemBackend."
-        )
+    by = validation.duration("seconds", seconds)
+    # The rows first: a lease renewed in between is thought shorter than it is.
+    backends[backend].move_clock(by)
     clock.advance(by)
-    for hold in timekeeper.holds():
-        hold.is_live()
-    timekeeper.hurry()
-
-
-def _make_older(
-    connection: BaseDatabaseWrapper, doubtful: bool, *, seconds: float
-) -> None:
-    from . import models
-
-    models.make_older(connection, seconds)
+    for hold in registry.all():
+        hold.note_overdue()
+    scheduler.hurry()
 
 
 async def amove_clock(
@@ -171,14 +144,4 @@ def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
         backend: Alias in the setting ``DBLOCKS``, of a database or
             ``LocMemBackend``.
     """
-    engine = backends[backend]
-    if isinstance(engine, DatabaseBackend):
-        from .models import DistributedLock
-
-        locks = DistributedLock.objects.using(engine.using)
-        for key in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
-            locks.force_release(key, by=__name__, reason="cleared")
-    elif isinstance(engine, LocMemBackend):
-        engine.clear()
-    else:
-        raise NotImplementedError(f"The backend {backend!r} can't be cleared.")
+    backends[backend].clear()

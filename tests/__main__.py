@@ -56,17 +56,23 @@ CORE = [
     "atomic_requests",
     "clock",
     "database",
+    "explicit_owners",
     "failures",
     "fencing",
     "for_update",
     "input",
     "lease",
     "lock",
+    "lost_replies",
     "manager",
+    "nested_forms",
     "ownership",
     "processes",
+    "pruned_rows",
+    "releases_in_threads",
     "shop",
     "state_machine",
+    "transaction_ends",
     "transaction_lock",
     "transactions",
     "two_databases",
@@ -76,7 +82,7 @@ CORE = [
 BROWSER = ("admin_browser",)
 """The modules that drive the admin in a browser, where the database hardly tells."""
 
-LONG = (*BROWSER, "demo", "leaks", "shop_site", "user_projects")
+LONG = (*BROWSER, "demo", "leaks", "reentrant_code", "shop_site", "user_projects")
 """The modules that take long."""
 
 CONFIGURATIONS = {

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
 from typing import Any
-from urllib.parse import quote as url_quote
 
 import django
 import pytest
@@ -21,8 +20,8 @@ from django.test import Client
 from django.urls import include, path, reverse
 from django.utils import timezone
 
-from dblocks import admin as dblocks_admin
-from dblocks import changelist, distributed_lock, wording
+from dblocks import distributed_lock
+from dblocks.admin import DistributedLockAdmin, changelist, force_release, formats
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
 from tests.factories import LockFactory, stored
@@ -83,7 +82,7 @@ def page_of(key: str, name: str = "change") -> str:
 
 def field(key: str, version: int = 1) -> str:
     """The hidden field of the confirmation page."""
-    return f"{version}:{url_quote(key, safe='')}"
+    return f"{version}:{formats.escaped(key)}"
 
 
 def release(client: Client, *fields: str, reason: str = "stuck", **extra: Any) -> Any:
@@ -370,7 +369,7 @@ def test_exact_time(operator: Client, settings: Any, use_tz: bool) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     """A duration is said in a unit of which there are at least two."""
-    assert wording.phrase(wording.AGO, seconds) == text
+    assert formats.phrase(formats.AGO, seconds) == text
 
 
 # The confirmation
@@ -442,7 +441,7 @@ def test_all_across_pages(operator: Client) -> None:
 
 def test_more_than_fit(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page has a limit, and says when it was reached."""
-    monkeypatch.setattr(dblocks_admin, "MAX_AT_ONCE", 3)
+    monkeypatch.setattr(force_release, "MAX_AT_ONCE", 3)
     LockFactory.bulk(4, held=True)
     response = act(operator, "x", select_across=1)
     assert len(Elements(response).fields("lock")) == 3
@@ -510,19 +509,19 @@ def test_changed_at_the_last_moment(
     """The condition is in the statement that releases, not only in a look before."""
     LockFactory(key="k", held=True)
 
-    def take_over(self: Any, key: str) -> bool:
+    def take_over(locks: Any, key: str) -> bool:
         DistributedLock.objects.force_release(key)
         DistributedLock.objects.acquire(key, owner="new", lease=60)
         return False
 
-    monkeypatch.setattr(dblocks_admin.DistributedLockAdmin, "_is_busy", take_over)
+    monkeypatch.setattr(force_release, "is_busy", take_over)
     assert "Left 1 lock alone" in told(release(operator, field("k"), follow=True))[0]
     assert stored("k").owner == "new"
     assert not LogEntry.objects.exists()
 
 
 @pytest.mark.parametrize(
-    "value", ["", "k", ":k", "x:k", "1:", "1:%00", "1:" + "k" * 256, "9" * 5000 + ":k"]
+    "value", ["", "k", ":k", "x:k", "1:", "1:\0", "1:" + "k" * 256, "9" * 5000 + ":k"]
 )
 def test_fields_that_no_page_has(operator: Client, value: str) -> None:
     """Made-up fields release nothing and break nothing."""
@@ -614,7 +613,7 @@ def test_row_locked_by_a_transaction(
     other: OtherThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock whose holder is about to commit doesn't keep the request waiting."""
-    monkeypatch.setattr(dblocks_admin, "PATIENCE", 0.1)
+    monkeypatch.setattr(force_release, "PATIENCE", 0.1)
     client = browser_of("operator")
     lease = distributed_lock("k").acquire()
     version = lease.fencing_token
@@ -664,7 +663,7 @@ class Operations(admin.AdminSite):
 
 
 operations = Operations(name="operations")
-operations.register(DistributedLock, dblocks_admin.DistributedLockAdmin)
+operations.register(DistributedLock, DistributedLockAdmin)
 urlpatterns = [
     path("admin/", admin.site.urls),
     path("operations/", operations.urls),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from django.conf import settings
+from django.db import connection
+from django.test import override_settings
+from pytest_django import DjangoAssertNumQueries
 
-from benchmarks import report
+from benchmarks import floor, report
 from benchmarks.figures import (
     QUICK,
     Figure,
@@ -16,7 +21,7 @@ from benchmarks.figures import (
     percentile,
 )
 from benchmarks.history import Grant, fairness, hand_offs, overlaps
-from benchmarks.measurements import ServerReport
+from benchmarks.measurements import MEASUREMENTS, ServerReport
 
 GOOD = [Grant(1, 0.0, 0.0, 1.0, 1.1), Grant(2, 0.5, 1.25, 2.0, 2.1)]
 BAD = [*GOOD, Grant(3, 0.2, 1.5, 1.75, 1.8), Grant(4, 0.2, 1.9, 2.5, 2.6)]
@@ -83,6 +88,80 @@ def test_page_has_figures_targets_and_faults(
     assert f"| {name} | django-db-mutex | 1,234 ms |" in lines
     assert "| MariaDB | sync_binlog | 0 |" in lines
     assert sum("images/benchmark-" in line for line in lines) == 1
+
+
+def test_extract_has_only_what_was_measured(reports: dict[str, ServerReport]) -> None:
+    """The terminal gets targets, figures and a line or two about the machine."""
+    machine = {**dict.fromkeys(report.BRIEF, "known"), "memory": "enough"}
+    lines = report.extract(machine, reports).splitlines()
+    assert "| 1 | against two bare updates | 1.25 × (≤ 1.30 ×): met |" in lines
+    assert "| acquire and release, p50 | django-db-mutex | 1,234 ms |" in lines
+    assert "* MariaDB: one key: 2 overlaps" in lines
+    assert "| machine | Python | known |" in lines
+    assert not any("memory" in line or line.startswith("#") for line in lines)
+
+
+def blocks(lock: floor.Block) -> floor.Blocks:
+    """Return what a process did whose floor took 0.2 ms of processor a cycle."""
+    return {floor.FLOOR: floor.Block(1000, 2.0, 0.2), floor.DBLOCKS: lock}
+
+
+@pytest.mark.parametrize(
+    ("server", "met"),
+    [
+        ("mariadb", [False, True, False]),
+        ("postgres", [True, True, False]),
+        ("sqlite", [True, True, True]),
+    ],
+)
+def test_lock_is_set_against_its_floor(server: str, met: list[bool]) -> None:
+    """Times, processor time and throughput of all processes are each compared."""
+    slower = [blocks(floor.Block(600, 2.0, 0.18))] * 2
+    hot = {floor.FLOOR: [0.001] * 3, floor.DBLOCKS: [0.001, 0.0014, 0.1]}
+    result = floor.judge(server, [hot], slower[:1], [slower])
+    assert [verdict.value for verdict in result.verdicts] == [
+        pytest.approx(value) for value in (1.4, 1.5, 0.6)
+    ]
+    assert [verdict.met for verdict in result.verdicts] == met
+    assert [report.measured(figure) for figure in result.figures] == [
+        *("1 ms", "1.40 ms"),
+        *("200 µs", "300 µs"),
+        *("1,000 /s", "600 /s"),
+    ]
+
+
+@pytest.fixture
+def floor_table(transactional_db: None) -> Iterator[None]:
+    """Make the floor's table, which no migration knows."""
+    with override_settings(INSTALLED_APPS=[*settings.INSTALLED_APPS, "benchmarks"]):
+        from benchmarks.models import FloorLock
+
+        with connection.schema_editor() as editor:
+            editor.create_model(FloorLock)
+        yield
+        with connection.schema_editor() as editor:
+            editor.delete_model(FloorLock)
+
+
+@pytest.mark.usefixtures("floor_table")
+def test_floor_is_two_statements(
+    django_assert_num_queries: DjangoAssertNumQueries,
+) -> None:
+    """The floor excludes others, is there again when it is left, and does no more."""
+    lock, other = floor.Floor("key"), floor.Floor("other")
+    other.key = lock.key
+    with django_assert_num_queries(4):
+        for _ in range(2):
+            with lock:
+                pass
+    with lock, pytest.raises(RuntimeError, match="taken"):
+        other.__enter__()
+
+
+def test_each_row_has_one_measurement() -> None:
+    """The rows of the targets are numbered without a gap."""
+    rows = [row for measurement in MEASUREMENTS for row in measurement.rows]
+    assert sorted(rows) == list(range(1, len(rows) + 1))
 
 
 def test_missed_targets(reports: dict[str, ServerReport]) -> None:

@@ -16,6 +16,7 @@ from django.db import DatabaseError, OperationalError, connection, connections
 from django.db.backends.base.introspection import BaseDatabaseIntrospection
 
 from dblocks import checks
+from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock
 from tests.processes import ROOT
 from tests.test_settings import BAD, MEMORY
@@ -75,8 +76,12 @@ def test_all_is_well() -> None:
 
 def test_each_has_a_section() -> None:
     """Each id in the code has its section in the documentation, and no other has."""
-    source = (ROOT / "dblocks" / "checks.py").read_text()
-    used = set(re.findall(r'"([EW]\d{3})"', source))
+    modules = (ROOT / "dblocks").rglob("*.py")
+    used = {
+        check
+        for module in modules
+        for check in re.findall(r'"([EW]\d{3})"', module.read_text())
+    }
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
     assert used == {"E001", *(f"W00{number}" for number in range(1, 10))}
@@ -212,7 +217,7 @@ def test_inexact_key(alter: Callable[[str, str], None]) -> None:
         column = f'ALTER TABLE {TABLE} ALTER COLUMN "key"'
         change = f"{column} TYPE varchar(255) COLLATE {{}}"
         wrong = '"POSIX"'
-    right = checks.exact_collation(connection)
+    right = dialects.of(connection).exact_collation
     alter(
         change.format(wrong),
         change.format(right if vendor == "mysql" else f'"{right}"'),

@@ -50,6 +50,7 @@ def assert_grant_is_right(key: str, acquire: Leases, obtainable: Obtainable) -> 
     assert not obtainable()
     lease.release()
     assert locks.free().filter(pk=key).exists()
+    assert obtainable()
     short = acquire(lease=0.5, renew=False)
     always(lambda: not obtainable(), during=0.25, what="held")
     eventually(obtainable, within=0.3 + SLACK, what="the end of the lease")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
+from threading import Event
 from typing import Any
 
 import django
@@ -25,6 +26,7 @@ import dblocks
 from dblocks import (
     InvalidKey,
     LeaseLost,
+    Lock,
     LockTimeout,
     current_lease,
     distributed_lock,
@@ -393,15 +395,21 @@ def wrapped(*args: Any, **kwargs: Any) -> str:
         (partial(named, number=3), "{order_id}", ["order_id"]),
     ],
 )
-@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+@pytest.mark.parametrize(
+    "form",
+    [distributed_lock, transaction_lock, partial(distributed_lock, "k")],
+    ids=["distributed_lock", "transaction_lock", "note"],
+)
 def test_field_that_the_signature_lacks(
     function: Any, template: str, words: list[str], form: Any
 ) -> None:
     """A field that no argument can fill is a TypeError when decorated."""
+    if isinstance(form, partial):
+        form, template = partial(form, note=template), ""
     if form is transaction_lock and function is akey_now:
         pytest.skip("refused for another reason")
     with pytest.raises(TypeError) as caught:
-        form(template)(function)
+        (form(template) if template else form())(function)
     for word in words:
         assert word in str(caught.value)
 
@@ -461,6 +469,178 @@ def test_wrong_call() -> None:
     """A call that the function refuses is a TypeError, and nothing is locked."""
     with pytest.raises(TypeError, match="number"):
         distributed_lock("{number}")(named)()  # type: ignore[call-arg]
+
+
+# Notes
+
+
+def note_of(key: str) -> str:
+    """Return the note of a key, which its row keeps after the release."""
+    return DistributedLock.objects.get(pk=key).note
+
+
+NAMES = {
+    "function": "key_now",
+    "lambda": "kinds.<lambda>",
+    "partial": "key_now",
+    "object": "kinds.Acts",
+    "method": "kinds.Job.method",
+    "class method": "kinds.Job.class_method",
+    "static method": "kinds.Job.static_method",
+    "around a class method": "kinds.Job.around_class_method",
+    "method_decorator": "kinds.Job.by_method_decorator",
+    "bound method": "kinds.Acts.__call__",
+    "coroutine function": "akey_now",
+    "coroutine method": "kinds.Job.amethod",
+    "async object": "kinds.AsyncActs",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES.items(), ids=NAMES)
+def test_default_note(key: str, kind: str, name: str) -> None:
+    """Without a note the call notes the function."""
+    kinds(key)[kind]()
+    assert note_of(key) == f"tests.test_decorator.{name}"
+
+
+def test_default_note_of_an_inherited_method(key: str) -> None:
+    """A method that is decorated from outside is noted as that of its class."""
+
+    class Base:
+        def run(self) -> None:
+            """Do nothing."""
+
+    job = method_decorator(distributed_lock(key), name="run")(type("Job", (Base,), {}))
+    job().run()
+    assert note_of(key) == "tests.test_decorator.Job.run"
+
+
+def test_default_note_is_cut(key: str) -> None:
+    """A name that is longer than a note is cut."""
+
+    def job() -> None:
+        """Do nothing."""
+
+    job.__qualname__ = "long" * 100
+    distributed_lock(key)(job)()
+    note = note_of(key)
+    assert len(note) == 255
+    assert note.startswith("tests.test_decorator.longlong")
+
+
+def test_note_reaches_who_waits(key: str, other: OtherThread) -> None:
+    """Whoever is locked out is told what the holder's call was given for a note."""
+    inside, leave = Event(), Event()
+
+    @distributed_lock(key, timeout=0, note="call {number}")
+    def job(number: int) -> None:
+        inside.set()
+        assert leave.wait(DEADLINE)
+
+    running = other.start(job, 5)
+    assert inside.wait(DEADLINE)
+    try:
+        with pytest.raises(LockTimeout) as caught:
+            job(6)
+    finally:
+        leave.set()
+        running.result(DEADLINE)
+    assert caught.value.note == "call 5"
+
+
+def noted(value: Any = None, **more: Any) -> None:
+    """A function with a note."""
+
+
+async def anoted(value: Any = None, **more: Any) -> None:
+    """An async function with a note."""
+
+
+NOTES = [
+    pytest.param("why", "x", "why", id="literal"),
+    pytest.param("{{why}}", "x", "{why}", id="braces"),
+    pytest.param("for {value}", "x", "for x", id="argument"),
+    pytest.param("for {value.pk:>3}", DistributedLock(pk="p"), "for   p", id="format"),
+    pytest.param("for {value}", None, "for None", id="None"),
+    pytest.param("for {value:04d}", None, "for None", id="None with a format"),
+    pytest.param("for {value[0]!r}", [None], "for None", id="None with a conversion"),
+    pytest.param("for {value}", "x" * 300, "for " + "x" * 251, id="too long"),
+    pytest.param("for {value}", "a\0b\ud800", "for a\ufffdb\ufffd", id="not storable"),
+    pytest.param(lambda value: f"for {value}", "x", "for x", id="callable"),
+    pytest.param(lambda value: "", "x", "", id="callable that has nothing to say"),
+    pytest.param(lambda value: value, "x" * 300, "x" * 255, id="callable, too long"),
+    pytest.param(lambda value: value, "\udfff\0", "\ufffd" * 2, id="callable, odd"),
+]
+
+
+@pytest.mark.parametrize(("note", "value", "expected"), NOTES)
+@pytest.mark.parametrize("function", [noted, async_to_sync], ids=["sync", "async"])
+def test_note(key: str, note: Any, value: Any, expected: str, function: Any) -> None:
+    """A note is a template or a callable; for people, so that no value is refused."""
+    lock = distributed_lock(key, note=note)
+    locked = lock(noted) if function is noted else async_to_sync(lock(anoted))
+    locked(value)
+    assert note_of(key) == expected
+
+
+def test_key_and_note_from_the_same_arguments(key: str) -> None:
+    """Both have the call's arguments, defaults and those in **kwargs included."""
+    lock = distributed_lock(key + ":{value}:{colour}", note="{colour}, {value!r}")
+    lock(noted)("x", colour="red")
+    assert note_of(f"{key}:x:red") == "red, 'x'"
+
+
+def test_note_over_self(key: str) -> None:
+    """A method's note may look into self."""
+
+    class Job:
+        pk = 5
+
+        @distributed_lock(key, note="job {self.pk}")
+        def run(self) -> None:
+            """Do nothing."""
+
+    Job().run()
+    assert note_of(key) == "job 5"
+
+
+def test_note_that_the_call_lacks(key: str) -> None:
+    """A name that only **kwargs could supply is a TypeError at the call."""
+    locked = distributed_lock(key, note="{order_id}")(any_name)
+    with pytest.raises(TypeError, match=r"note.*order_id"):
+        locked(number=5)
+    assert not distributed_lock(key).locked()
+
+
+def test_malformed_note() -> None:
+    """What is no str.format template is refused when decorated."""
+    with pytest.raises(ValueError, match=r"note is no str.format template: '50% \{'"):
+        distributed_lock("k", note="50% {")(named)
+
+
+@pytest.mark.parametrize("result", [None, 5, b"why"], ids=ascii)
+def test_callable_that_makes_no_note(key: str, result: Any) -> None:
+    """What a callable returns has to be a text."""
+    with pytest.raises(TypeError, match="note must be a str"):
+        distributed_lock(key, note=lambda: result)(key_now)()
+    assert not distributed_lock(key).locked()
+
+
+def test_async_callable_note() -> None:
+    """A note can't be waited for: an async callable is refused when decorated."""
+
+    async def make() -> str:
+        return "why"
+
+    with pytest.raises(TypeError, match=r"note=.*async"):
+        distributed_lock("k", note=make)(akey_now)
+
+
+def test_note_in_a_block_is_literal(key: str) -> None:
+    """Without a call there are no arguments: braces stay."""
+    with distributed_lock(key, note="{value}"):
+        pass
+    assert note_of(key) == "{value}"
 
 
 # Callables as keys
@@ -746,6 +926,25 @@ def test_refused(function: Any, word: str, form: Any) -> None:
         form("k")(function)
 
 
+TASK_METHODS = {
+    "Celery": "apply_async",
+    "RQ": "delay",
+    "Django": "enqueue",
+    "dramatiq": "send",
+    "procrastinate": "defer",
+    "Huey": "call_local",
+}
+
+
+@pytest.mark.parametrize("method", TASK_METHODS.values(), ids=TASK_METHODS)
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_tasks_of_every_queue(method: str, form: Any) -> None:
+    """A task is refused: the wrapper would be none, or lock its enqueueing only."""
+    kind = type("Task", (), {"__call__": key_now, method: key_now})
+    with pytest.raises(TypeError, match="below"):
+        form("k")(kind())
+
+
 @pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
 def test_unknown_alias(form: Any) -> None:
     """A backend that the settings lack is refused when decorated."""
@@ -870,6 +1069,51 @@ def test_async_callable_of_an_async_function(key: str) -> None:
     locked = distributed_lock(key, timeout=0, on_locked=instead)(akey_now)
     with hold_elsewhere(key):
         assert async_to_sync(locked)() == "instead"
+
+
+def enter(lock: Lock) -> None:
+    """Take a lock in the block form."""
+    with lock:
+        raise AssertionError
+
+
+async def aenter(lock: Lock) -> None:
+    """Take a lock in the async block form."""
+    async with lock:
+        raise AssertionError
+
+
+OUTSIDE = {
+    "with": enter,
+    "async with": async_to_sync(aenter),
+    "acquire": Lock.acquire,
+    "try_acquire": Lock.try_acquire,
+    "aacquire": async_to_sync(Lock.aacquire),
+    "atry_acquire": async_to_sync(Lock.atry_acquire),
+}
+
+
+@pytest.mark.parametrize("take", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("on_locked", ["raise", "skip", print], ids=str)
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "free"])
+def test_on_locked_outside_of_the_decorator_form(
+    key: str, take: Any, on_locked: Any, taken: bool
+) -> None:
+    """Whoever enters a lock deals with its timeout: on_locked is refused there."""
+    with ExitStack() as stack:
+        if taken:
+            stack.enter_context(hold_elsewhere(key))
+        with pytest.raises(TypeError, match="on_locked is for the decorator form"):
+            take(distributed_lock(key, timeout=0, on_locked=on_locked))
+    assert not distributed_lock(key).locked()
+
+
+@pytest.mark.parametrize("take", OUTSIDE.values(), ids=OUTSIDE)
+def test_callable_note_outside_of_the_decorator_form(key: str, take: Any) -> None:
+    """Without a call there are no arguments that a note could be made from."""
+    with pytest.raises(TypeError, match=r"note=.* is a callable"):
+        take(distributed_lock(key, note=lambda: "why"))
+    assert not distributed_lock(key).locked()
 
 
 # atomic=True

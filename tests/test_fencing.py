@@ -135,6 +135,24 @@ def test_save_of_a_replaced_holder(
     assert mine(account).balance == 100
 
 
+def test_save_of_some_fields(current: Lease, account: Account) -> None:
+    """A row has seen the token, whichever fields are written."""
+    account.balance, account.name = 5, "not written"
+    account.save(fence=current, update_fields=["balance"])
+    written = mine(account)
+    assert (written.balance, written.fencing_token) == (5, current.fencing_token)
+    assert written.name != "not written"
+
+
+def test_save_that_fails(current: Lease, account: Account) -> None:
+    """A save that is rolled back leaves row and instance without the token."""
+    before = account.fencing_token
+    account.balance = "none"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="none"):
+        account.save(fence=current)
+    assert (account.fencing_token, mine(account).fencing_token) == (before, before)
+
+
 def test_save_of_a_new_instance(acquire: Leases) -> None:
     """A new row made with a fence has seen its token."""
     lease = acquire()

@@ -52,9 +52,9 @@ def test_free_key_without_waiting(acquire: Leases, key: str, option: str) -> Non
         assert row.key == key
 
 
-def test_leased_key_at_once(acquire: Leases, key: str) -> None:
+def test_leased_key_at_once(acquire: Leases, other: OtherThread, key: str) -> None:
     """For a key that is leased, nowait raises LockTimeout at once."""
-    acquire(owner="somebody else", note="why")
+    other.do(acquire, note="why")
     with (
         transaction.atomic(),
         takes(at_most=SLACK),
@@ -64,16 +64,16 @@ def test_leased_key_at_once(acquire: Leases, key: str) -> None:
     assert caught.value.key == key
 
 
-def test_leased_key_skipped(acquire: Leases, key: str) -> None:
+def test_leased_key_skipped(acquire: Leases, other: OtherThread, key: str) -> None:
     """For a key that is leased, skip_locked returns None at once."""
-    acquire(owner="somebody else")
+    other.do(acquire)
     with transaction.atomic(), takes(at_most=SLACK):
         assert locks.for_update(key, skip_locked=True) is None
 
 
-def test_wait_for_a_lease_ends(acquire: Leases, key: str) -> None:
+def test_wait_for_a_lease_ends(acquire: Leases, other: OtherThread, key: str) -> None:
     """A wait for a lease keeps to its timeout, fractions included."""
-    acquire(owner="somebody else")
+    other.do(acquire)
     with transaction.atomic():
         with takes(0.4, 0.4 + SLACK), pytest.raises(LockTimeout):
             locks.for_update(key, timeout=0.4)
@@ -81,9 +81,11 @@ def test_wait_for_a_lease_ends(acquire: Leases, key: str) -> None:
     assert Account.objects.filter(name="after").exists()
 
 
-def test_wait_for_a_lease_that_ends(acquire: Leases, key: str) -> None:
+def test_wait_for_a_lease_that_ends(
+    acquire: Leases, other: OtherThread, key: str
+) -> None:
     """A lease that runs out while waiting lets the transaction in."""
-    acquire(owner="somebody else", lease=0.5, renew=False)
+    other.do(acquire, lease=0.5, renew=False)
     with transaction.atomic():
         assert locks.for_update(key, timeout=DEADLINE) is not None
 

@@ -277,8 +277,10 @@ ACCEPTED = [
 @pytest.mark.parametrize("options", ACCEPTED)
 def test_accepted(lock: Callable[..., Lock], options: dict[str, Any]) -> None:
     """Everything up to the stated limits works, the limits included."""
-    with lock(**options) as lease:
-        assert lease.key == options.get("key", lease.key)
+    lease = lock(**options).acquire()
+    assert lease.key == options.get("key", lease.key)
+    # The shortest of them may be over by now on a busy machine.
+    lease.release()
 
 
 def test_making_a_lock_sends_nothing(

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from dblocks import Lease, Lock
-from dblocks.acquisition import Acquisition
-from dblocks.conf import backends
-from dblocks.renewal import timekeeper
+from dblocks import Lease, Lock, locks
+from dblocks.holding.holds import Registry, registry
+from dblocks.holding.renewal import RenewalScheduler
 from tests.timing import DEADLINE
 
 Locks = Callable[..., Lock]
@@ -31,26 +30,33 @@ def test_exception_after_the_grant(
     def fail(*args: object) -> None:
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr(Acquisition, "_tell_acquired", fail)
+    monkeypatch.setattr(locks, "_tell_acquired", fail)
     gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             with suppress(RuntimeError):
                 lock().acquire(timeout=0)
-        assert timekeeper.holder(backends[backend], key) is None
+        assert all(hold.grant.key != key for hold in registry.all())
     finally:
         gc.enable()
 
 
-def test_interrupt_as_the_timekeepers_mutex_is_taken(lock: Locks, key: str) -> None:
-    """An interrupt just after the mutex was taken leaves it free for those to come."""
+@pytest.mark.parametrize(
+    "function",
+    [RenewalScheduler.watch, Registry.add],
+    ids=["watched", "registered"],
+)
+@pytest.mark.parametrize("event", ["call", "return"])
+def test_interrupt_in_the_bookkeeping(
+    lock: Locks, key: str, function: Any, event: str
+) -> None:
+    """An interrupt there leaves it at work for those to come."""
 
-    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "call":
-            mine = frame.f_locals.get("self") is timekeeper._condition
-            return interrupt if mine else None
-        if event == "return" and frame.f_code.co_name == "__enter__":
+    def interrupt(frame: FrameType, what: str, argument: object) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if what == event:
             sys.settrace(None)
             raise KeyboardInterrupt
         return interrupt

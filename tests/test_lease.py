@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -361,16 +362,18 @@ def test_released_elsewhere_while_it_is_re_entered(
     """A lease that another thread releases doesn't take the new one along."""
     first = acquire()
     engine = backends[backend]
-    ask = engine.try_acquire
+    ask = engine.reenter
+    releasing: list[Future[bool]] = []
 
-    def release_meanwhile(request: Any, patience: float) -> Any:
+    def release_meanwhile(*arguments: Any) -> Any:
         monkeypatch.undo()
-        found = ask(request, patience)
-        assert other.do(first.release) is True
-        return found
+        outcome = ask(*arguments)
+        releasing.append(other.start(first.release))
+        return outcome
 
-    monkeypatch.setattr(engine, "try_acquire", release_meanwhile)
+    monkeypatch.setattr(engine, "reenter", release_meanwhile)
     second = acquire()
+    assert releasing[0].result(timeout=DEADLINE) is True
     assert second.held
     assert not obtainable()
     assert second.release() is True

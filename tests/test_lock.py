@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import socket
 import threading
 import time
@@ -123,6 +124,21 @@ def test_lock_timeout_tells_who_holds(
 def test_message_without_a_timeout() -> None:
     """A LockTimeout of somebody who would have waited for ever can be shown."""
     assert "'k'" in str(LockTimeout("k", timeout=None))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LockTimeout("k", timeout=2, holder="web-1", retry_after=3),
+        LeaseLost("k", fencing_token=7, reason="taken"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel_between_processes(error: LockError) -> None:
+    """A worker's error reaches the process that waits for its result, whole."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
 
 
 def test_timeout_none_waits_on(

@@ -405,8 +405,11 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "no such state": (["list", "--state", "lost"], "lost"),
     "no such database": (["list", "--database", "nope"], "nope"),
     "no such backend": (["list", "--backend", "nope"], "nope"),
-    "both": (["list", "--database", "default", "--backend", "default"], "write one"),
-    "json and watch": (["list", "--json", "--watch"], "write one"),
+    "both": (
+        ["list", "--database", "default", "--backend", "default"],
+        "not allowed with",
+    ),
+    "json and watch": (["list", "--json", "--watch"], "not allowed with"),
     "long key": (["show", "k" * 256], "longer than 255"),
     "token": (["release", "k", "--fencing-token", "x"], "--fencing-token"),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dblocks.management.commands import locks, run_locked
-from dblocks.management.commands.locks import as_json
+from dblocks.management.rendering import as_json
 from dblocks.models import DistributedLock
 from tests.commands import environment
 from tests.factories import LockFactory

@@ -75,7 +75,7 @@ USAGE = {
     "negative lease": (["k", "--lease=-5", "--", "true"], "0 or more"),
     "lease of nothing": (["k", "--lease", "0", "--", "true"], "from 0.1 s"),
     "negative hold": (["k", "--hold-at-least", "-1", "--", "true"], "0 or more"),
-    "both waits": (["k", "--wait", "1", "--no-wait", "--", "true"], "write one"),
+    "both waits": (["k", "--wait", "1", "--no-wait", "--", "true"], "not allowed with"),
     "long grace": (
         ["k", "--lease", "9", "--kill-after", "4", "--", "true"],
         "write --kill-after 3 or less",
@@ -87,7 +87,10 @@ USAGE = {
     "abbreviated option": (["k", "--skip", "--", "true"], "--skip"),
     "exit code": (["k", "--conflict-exit-code", "256", "--", "true"], "0 to 255"),
     "shell words": (["k", "--shell", "--", "a", "b"], "in quotes"),
-    "shell and django": (["k", "--shell", "--django", "--", "check"], "write one"),
+    "shell and django": (
+        ["k", "--shell", "--django", "--", "check"],
+        "not allowed with",
+    ),
 }
 
 
@@ -205,6 +208,34 @@ def test_wait_that_ends(shared: None, key: str, other: OtherThread) -> None:
     releasing.result(timeout=DEADLINE)
 
 
+NOTES = {
+    "program": (["--", "true", "s3cret"], "true"),
+    "path": (["--", "/bin/echo", "s3cret"], "echo"),
+    "longer than a note": (["--", "x" * 300], "x" * 255),
+    "no text": (["--", "/bin/\udce4"], "\\udce4"),
+    "empty name": (["--", ""], ""),
+    "shell": (["--shell", "--", "/bin/echo s3cret | cat"], "echo"),
+    "shell, one word": (["--shell", "--", " true;"], "true"),
+    "assignments": (["--shell", "--", "A=s3cret B='s3 cret' C=\"x y\" true x"], "true"),
+    "assignments alone": (["--shell", "--", "A=s3cret"], "sh"),
+    "expansion": (["--shell", "--", "A=$(echo s3cret) true"], "sh"),
+    "backquotes": (["--shell", "--", "A=`echo s3cret s3cret`"], "sh"),
+    "redirection": (["--shell", "--", ">/dev/null echo s3cret"], "sh"),
+    "quoted word": (["--shell", "--", "'true' s3cret"], "sh"),
+    "nothing": (["--shell", "--", ""], "sh"),
+    "given": (["--note", "why", "--", "true"], "why"),
+    "given as empty": (["--note", "", "--", "true"], ""),
+}
+
+
+@pytest.mark.parametrize(("arguments", "note"), NOTES.values(), ids=NOTES)
+@pytest.mark.usefixtures("shared")
+def test_note(arguments: list[str], note: str, key: str) -> None:
+    """Without --note, others see the program's name, and nothing of its arguments."""
+    run(key, *arguments)
+    assert stored(key).note == note
+
+
 @pytest.mark.usefixtures("shared")
 def test_hold_at_least(key: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A quick command keeps the lock for as long as it was told."""
@@ -272,6 +303,7 @@ def test_django_command(commands: Commands, key: str) -> None:
     status, out, err = finish(process)
     assert (status, err) == (0, "")
     assert '"state": "held"' in out
+    assert '"note": "locks"' in out
 
 
 # Streams

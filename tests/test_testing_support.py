@@ -23,9 +23,9 @@ from dblocks import (
     LockTimeout,
     current_lease,
     distributed_lock,
-    transactions,
 )
 from dblocks.backends.base import BaseBackend
+from dblocks.backends.database import connections as lock_connections
 from dblocks.models import DistributedLock
 from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
 from tests.fixtures import OtherThread
@@ -283,6 +283,9 @@ class OtherBackend(BaseBackend):
     def try_acquire(self, request: Any, patience: float) -> Any:
         raise NotImplementedError
 
+    def reenter(self, *arguments: Any) -> Any:
+        raise NotImplementedError
+
     def read(self, key: str) -> Any:
         raise NotImplementedError
 
@@ -413,10 +416,10 @@ class InsideTestCase(TestCase):
 
     async def test_waiting(self) -> None:
         """Waiting opens no connection beside the test's."""
-        before = set(transactions._open)
+        before = set(lock_connections._open)
         async with hold_elsewhere("inside"):
             assert await distributed_lock("inside").atry_acquire(timeout=0.2) is None
-            assert set(transactions._open) <= before
+            assert set(lock_connections._open) <= before
 
     async def test_cancelled(self) -> None:
         """A cancelled task gives its lock back on the test's connection."""
@@ -433,7 +436,7 @@ class InsideTestCase(TestCase):
         """No second connection stays open beside the test's."""
         with transaction.atomic(), distributed_lock("inside"):
             pass
-        assert not transactions._thread.beside
+        assert not lock_connections._thread.beside
 
 
 class InsideTransactionTestCase(TransactionTestCase):

@@ -20,8 +20,8 @@ from dblocks import (
     Lock,
     LockTimeout,
     distributed_lock,
-    transactions,
 )
+from dblocks.backends.database import connections as lock_connections
 from dblocks.models import DistributedLock
 from tests.factories import AccountFactory, let_expire, stored
 from tests.fixtures import OtherThread
@@ -744,7 +744,7 @@ def test_snapshot_is_warned_of(
     """Taking a lock inside a snapshot's transaction is logged, once a database."""
     if connection.vendor == "sqlite":
         pytest.skip("no lock is taken beside a transaction there")
-    monkeypatch.setattr(transactions, "_snapshots_warned", set())
+    monkeypatch.setattr(lock_connections, "_snapshots_warned", set())
     with transaction.atomic():
         for number in range(2):
             with distributed_lock(f"{key} {number}"):

@@ -15,6 +15,7 @@ from django.db import connection
 from django.http import FileResponse, HttpRequest, HttpResponse, StreamingHttpResponse
 from django.template.response import TemplateResponse
 from django.test import RequestFactory
+from django.urls import ResolverMatch
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.cache import never_cache
@@ -513,6 +514,71 @@ def test_skip_is_refused(ask: Any, lock: Any, make: Any, key: str, taken: bool) 
     assert response.status_code == 500
     assert response.exc_info[0] is TypeError
     assert "skip" in str(response.exc_info[1])
+
+
+# Notes
+
+
+@ALL_VIEWS
+def test_note(ask: Any, lock: Any, make: Any, key: str) -> None:
+    """A view notes its method and its URL's pattern: a path could hold a secret."""
+    view = make(lock())
+    ask(view, "/order/secret/", accept="application/json")
+    assert note_of(key) == "GET order/<order_id>/"
+
+
+def note_of(key: str) -> str:
+    """Return the note of a key, which its row keeps after the release."""
+    return DistributedLock.objects.get(pk=key).note
+
+
+def test_note_of_the_root(site: Site, lock: Any, key: str) -> None:
+    """An empty pattern is the site's root."""
+    site.serve(lock()(inside)).post("/")
+    assert note_of(key) == "POST /"
+
+
+@pytest.mark.parametrize("template", ["", ":{request.method}"], ids=["literal", "made"])
+def test_note_of_a_long_pattern(key: str, template: str) -> None:
+    """A pattern that is longer than a note is cut."""
+    view = distributed_lock(key + template)(inside)
+    request = RequestFactory().get("/")
+    request.resolver_match = ResolverMatch(view, (), {}, route="long" * 100)
+    assert view(request).content == b"inside"
+    note = note_of(key + (":GET" if template else ""))
+    assert note == "GET " + ("long" * 100)[:251]
+
+
+@MAIN_VIEWS
+@pytest.mark.parametrize("note", ["for {order_id}", lambda *args, **kwargs: "for 5"])
+def test_given_note(ask: Any, key: str, make: Any, note: Any) -> None:
+    """A note that is given rules, in views too."""
+    view = make(distributed_lock(key, timeout=0, note=note))
+    ask(view, "/order/5/", accept="application/json")
+    assert note_of(key) == "for 5"
+
+
+def test_note_without_a_url(lock: Any, key: str) -> None:
+    """A request that no URL has been found for: the function is noted."""
+    lock()(inside)(RequestFactory().get("/"))
+    assert note_of(key) == "tests.test_views.inside"
+
+
+NAMES = {
+    "function": "inside",
+    "class": "OnClass.dispatch",
+    "above as_view": "OnClass",
+    "method": "Owner.page",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES.items(), ids=NAMES)
+def test_note_of_a_helper(
+    site: Site, lock: Any, key: str, kind: str, name: str
+) -> None:
+    """A view that another view calls is noted as the function that it is."""
+    site.serve(helped(HELPERS[kind](lock()))).get("/")
+    assert note_of(key) == f"tests.test_views.{name}"
 
 
 # Who is a view

@@ -1,1 +1,1 @@
-"""The engines that can keep locks."""
+"""The engines that can keep locks, and what all of them have."""

@@ -1,124 +1,53 @@
-"""The few verbs that an engine must have to keep locks."""
+"""What an engine must have to keep locks, and what it may have."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
+from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 
-from .. import arguments
-from ..waiting import Gate, pause
-
-FOREVER = 10.0**9
-"""Seconds, some thirty years: the holding limit of a lock that has none."""
-
-PINNED_GRACE = 0.25
-"""Seconds for which a key is tried again that is free but can't be had.
-
-A transaction may have it pinned, perhaps for an instant only; or others queue for it,
-and if they haven't taken it by then, they don't come.
-"""
+from .. import validation
+from .values import Grant, Granted, Reading, Renewal, Renewed, Request
 
 
-class Grant(NamedTuple):
-    """One grant of a key to an owner; ``version`` is the fencing token.
+class Gate(ABC):
+    """A queue for one key that spans processes; one object an attempt.
 
-    An engine without tokens has ``None`` there.
+    The gate is a doorbell, never the truth: who has it may look at the key, and the
+    engine alone says who holds that. On database servers it is a session lock.
     """
 
-    key: str
-    owner: str
-    version: int | None
+    #: Whether the caller has it.
+    held = False
+    #: The shortest wait, in seconds, that the engine can count.
+    shortest = 0.0
+
+    @abstractmethod
+    def enter(self, seconds: float) -> None:
+        """Queue for this long at most; afterwards see :attr:`held`.
+
+        Raises:
+            GateClosed: It can't be had: wait without it.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let the next one in. Never raises; may be called from any thread."""
 
 
-@dataclass(slots=True)
-class Request:
-    """What an owner asks for. Durations are seconds.
-
-    Attributes:
-        count: The number of holds that the owner has with this one, if it knows; a
-            request that is repeated after a lost reply then stays one hold.
-        max_hold: How long after the acquisition no re-entry moves the expiry.
-        queued: The caller has the key's gate; otherwise it lets those pass that queue.
-        reenter: The owner may hold the key already.
-        at_once: The caller won't wait.
-    """
-
-    key: str
-    owner: str
-    lease: float
-    max_hold: float
-    holder: str = ""
-    note: str = ""
-    count: int | None = None
-    queued: bool = False
-    reenter: bool = True
-    at_once: bool = False
+class GateClosed(Exception):
+    """There is no gate to wait at; jittered pauses have to do."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What was seen of a key that somebody has.
+class Renewer(Protocol):
+    """What a renewal thread renews through."""
 
-    Attributes:
-        remaining: Seconds until the key is free by itself; 0 or less means that it is
-            free, and if an attempt failed all the same, that a transaction pins it.
-    """
-
-    owner: str = ""
-    holder: str = ""
-    note: str = ""
-    version: int | None = None
-    acquired_at: datetime | None = None
-    remaining: float = 0.0
-
-    def reason_for(self, grant: Grant) -> str | None:
-        """Return why a grant is no longer this key's, or ``None`` if it still is."""
-        if (self.owner, self.version) == (grant.owner, grant.version):
-            return None if self.remaining > 0 else "expired"
-        if self.version is None or grant.version is None:
-            return "taken" if self.owner else "expired"
-        # A force release is the only act that leaves no moment of acquisition.
-        if self.version == grant.version + 1 and self.acquired_at is None:
-            return "forced"
-        return "taken" if self.version > grant.version else "expired"
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """A grant to be renewed, with its terms in seconds."""
-
-    grant: Grant
-    lease: float
-    max_hold: float
-
-
-@dataclass
-class Renewed:
-    """What became of renewals. Those in neither set were busy: try again soon."""
-
-    extended: set[Grant] = field(default_factory=set)
-    lost: dict[Grant, str] = field(default_factory=dict)
-
-
-class RenewalSession:
-    """What a renewal thread renews through; it belongs to that thread."""
-
-    def __init__(self, backend: BaseBackend) -> None:
-        self.backend = backend
-
-    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
-        """Extend grants, or say that they are lost."""
-        return self.backend.renew(renewals)
-
-    def close(self) -> None:
-        """Give up what it has open."""
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed: ...
 
 
 class BaseBackend(ABC):
@@ -132,35 +61,50 @@ class BaseBackend(ABC):
     has_fencing_tokens = True
     #: Whether a lease can be verified inside a business transaction.
     has_guard = False
+    #: Whether the locks are rows that the admin and the commands can show.
+    has_table = False
+    #: Whether a look at a key costs no server anything.
+    is_local = False
     #: Names that ``OPTIONS`` may have.
     option_names: frozenset[str] = frozenset()
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         self.alias = alias
         self.options: dict[str, Any] = config["OPTIONS"]
-        unknown = set(config) - {"BACKEND", "LEASE", "TIMEOUT", "OPTIONS"}
-        if unknown:
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}] has unknown names: {', '.join(sorted(unknown))}."
-            )
-        unknown = set(self.options) - self.option_names
-        if unknown:
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}]['OPTIONS'] has unknown names: "
-                f"{', '.join(sorted(unknown))}."
-            )
+        known = {"BACKEND", "LEASE", "TIMEOUT", "OPTIONS"}
+        for place, unknown in [
+            (f"DBLOCKS[{alias!r}]", set(config) - known),
+            (f"DBLOCKS[{alias!r}]['OPTIONS']", set(self.options) - self.option_names),
+        ]:
+            if unknown:
+                raise ImproperlyConfigured(
+                    f"{place} has unknown names: {', '.join(sorted(unknown))}."
+                )
         try:
-            self.lease = arguments.lease(config["LEASE"], "LEASE")
-            self.timeout = arguments.timeout(config["TIMEOUT"], "TIMEOUT")
+            self.lease = validation.lease(config["LEASE"], "LEASE")
+            self.timeout = validation.timeout(config["TIMEOUT"], "TIMEOUT")
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
 
+    # What every engine must have
+
     @abstractmethod
-    def try_acquire(self, request: Request, patience: float) -> Grant | Reading:
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         """Grant a key or say who has it, without waiting for it.
+
+        An explicit owner that has the key already is counted once more.
 
         Args:
             patience: How long, in seconds, faults that pass may be sat out.
+        """
+
+    @abstractmethod
+    def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
+        """Extend a grant that has one more hold.
+
+        Args:
+            count: How many holds there are then; ``None`` counts up, for an owner
+                whose other holds this process can't see.
         """
 
     @abstractmethod
@@ -168,40 +112,44 @@ class BaseBackend(ABC):
         """Look at a key without touching it; ``None`` when it was never taken."""
 
     @abstractmethod
-    def renew(self, renewals: Sequence[Renewal], patience: float = 1.0) -> Renewed:
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         """Extend grants."""
 
     @abstractmethod
     def release(
-        self,
-        grant: Grant,
-        *,
-        count: int | None,
-        hold_at_least: float,
-        patience: float,
+        self, grant: Grant, *, count: int | None, deadline: float, patience: float
     ) -> bool:
-        """Give back one hold, or all but ``count``; say whether it was current."""
+        """Give back one hold, or all but ``count``; say whether it was current.
+
+        The last one frees the key, or leaves it cooling.
+
+        Args:
+            count: How many holds are left; ``None`` counts down, for an owner whose
+                other holds this process can't see.
+            deadline: Local clock before which the grant can't have run out.
+        """
+
+    # What an engine may have
+
+    @property
+    def using(self) -> str:
+        """The alias of the database that the locks are rows of."""
+        raise NotSupportedError(
+            f"The backend {self.alias!r} keeps no rows in a database."
+        )
 
     def gate(self, key: str) -> Gate | None:
         """Return a new gate to queue at for a key, or ``None`` where there is none."""
         return None
 
-    def pause(self, known_for: float, *, alone: bool) -> float:
-        """Return the seconds until the next look; see :func:`dblocks.waiting.pause`."""
-        return pause(known_for, alone=alone)
-
-    def renewal_session(self) -> RenewalSession:
-        """Return what a renewal thread renews through."""
-        return RenewalSession(self)
+    def renewal_session(self) -> AbstractContextManager[Renewer]:
+        """Return what a renewal thread renews through, for as long as it runs."""
+        return nullcontext(self)
 
     def reason(self, grant: Grant) -> str:
         """Say why a grant that is no longer current is lost."""
         seen = self.read(grant.key)
         return (seen and seen.reason_for(grant)) or "expired"
-
-    def test_connection(self) -> object:
-        """Return the connection that a grant is bound to inside a ``TestCase``."""
-        return None
 
     def is_in_database(self, using: str) -> bool:
         """Tell whether the locks are rows of this database."""
@@ -222,10 +170,60 @@ class BaseBackend(ABC):
             f"can't be in one transaction. Use lease.check() or the fencing token."
         )
 
-    def pin(self, grant: Grant, aliases: Sequence[str], pins: ExitStack) -> None:
+    def guard_commits(self, grant: Grant, aliases: Sequence[str]) -> None:
         """Guard the transactions on some databases that are about to commit.
 
-        Args:
-            pins: Closed after the commit; what must last until then goes in there.
+        The grant stays pinned until the outermost of them has ended.
         """
         raise NotImplementedError
+
+    # Checks
+
+    def check_configured(self) -> None:  # noqa: B027
+        """Raise ``ImproperlyConfigured`` if what the settings name doesn't exist."""
+
+    def check(self) -> Iterable[CheckMessage]:
+        """Yield what the choice of this engine calls for saying."""
+        return ()
+
+    def check_connection(
+        self, databases: Sequence[str] | None
+    ) -> Iterable[CheckMessage]:
+        """Yield what the settings tell of the engine's server, without asking it.
+
+        Only if it is in one of these databases; with ``None`` in any case.
+        """
+        return ()
+
+    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
+        """Yield what the server tells, if the locks are in one of these databases."""
+        return ()
+
+    # Tests
+
+    def test_connection(self) -> object:
+        """Return the connection that a grant is bound to inside a ``TestCase``."""
+        return None
+
+    def is_in_test_case(self) -> bool:
+        """Tell whether a ``TestCase`` in any thread wraps what runs on this engine."""
+        return False
+
+    def owe(  # noqa: B027
+        self, connection: object, renewal: Renewal, lost: Callable[[str], object]
+    ) -> None:
+        """Remember a renewal that only a test's own connection can make.
+
+        ``lost`` is called with the reason if the grant turns out to be lost.
+        """
+
+    def move_clock(self, seconds: float) -> None:
+        """Let time pass for the locks."""
+        raise NotImplementedError(
+            f"The clock of the backend {self.alias!r} can't be moved: use "
+            f"LocMemBackend."
+        )
+
+    def clear(self) -> None:
+        """Free all keys."""
+        raise NotImplementedError(f"The backend {self.alias!r} can't be cleared.")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from .. import arguments, clock
+from django.core.checks import CheckMessage
+
+from .. import clock, validation
 from ..signals import announce_force_release
-from .base import BaseBackend, Grant, Reading, Renewal, Renewed, Request
+from .base import BaseBackend
+from .messages import warning
+from .values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,8 @@ class _Row:
 
     version: int
     expires_at: float
+    min_until: float = 0.0
+    max_until: float = FOREVER
     acquired_at: float | None = None
     owner: str = ""
     holder: str = ""
@@ -34,7 +41,7 @@ class _Table:
     """
 
     def __init__(self) -> None:
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()
         self.rows: dict[str, _Row] = {}
         self.floor = 0
 
@@ -48,7 +55,7 @@ _tables: dict[str, _Table] = {}
 def _after_fork_in_child() -> None:
     # Another thread may have been inside at the moment of the fork.
     for table in _tables.values():
-        table.mutex = threading.Lock()
+        table.mutex = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -66,14 +73,17 @@ class LocMemBackend(BaseBackend):
         super().__init__(alias, config)
         self._table = _tables.setdefault(alias, _Table())
 
-    def try_acquire(self, request: Request, patience: float) -> Grant | Reading:
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         with self._table.mutex:
             now = clock.monotonic()
             row = self._table.row(request.key)
-            if row.expires_at <= now:
+            again = row.expires_at > now
+            if not again:
                 row = _Row(
                     version=row.version + 1,
                     expires_at=now + min(request.lease, request.max_hold),
+                    min_until=now + request.hold_at_least,
+                    max_until=now + request.max_hold,
                     acquired_at=now,
                     owner=request.owner,
                     holder=request.holder,
@@ -81,44 +91,47 @@ class LocMemBackend(BaseBackend):
                     hold_count=1,
                 )
             elif row.owner == request.owner:
-                again = row.hold_count + 1 if request.count is None else request.count
+                grant = Grant(request.key, row.owner, row.version)
+                counted = max(0, row.hold_count - request.forfeits(grant))
                 row = replace(
-                    _extended(row, now, request.lease, request.max_hold),
-                    hold_count=again,
+                    _extended(row, now, request.lease), hold_count=counted + 1
                 )
             else:
                 return _reading(row, now)
             self._table.rows[request.key] = row
-            return Grant(request.key, request.owner, row.version)
+            grant = Grant(request.key, request.owner, row.version)
+            return Granted(grant, row.max_until - now, again=again)
+
+    def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
+        with self._table.mutex:
+            outcome = self.renew([renewal])
+            if renewal.grant in outcome.extended:
+                row = self._table.row(renewal.grant.key)
+                count = row.hold_count + 1 if count is None else count
+                self._table.rows[renewal.grant.key] = replace(row, hold_count=count)
+        return outcome
 
     def read(self, key: str) -> Reading | None:
         with self._table.mutex:
             row = self._table.rows.get(key)
             return None if row is None else _reading(row, clock.monotonic())
 
-    def renew(self, renewals: Sequence[Renewal], patience: float = 1.0) -> Renewed:
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         outcome = Renewed()
         with self._table.mutex:
             now = clock.monotonic()
-            for grant, lease, max_hold in (
-                (renewal.grant, renewal.lease, renewal.max_hold) for renewal in renewals
-            ):
+            for grant, lease in renewals:
                 row = self._table.row(grant.key)
                 reason = _reading(row, now).reason_for(grant)
                 if reason is None:
-                    self._table.rows[grant.key] = _extended(row, now, lease, max_hold)
+                    self._table.rows[grant.key] = _extended(row, now, lease)
                     outcome.extended.add(grant)
                 else:
                     outcome.lost[grant] = reason
         return outcome
 
     def release(
-        self,
-        grant: Grant,
-        *,
-        count: int | None,
-        hold_at_least: float,
-        patience: float,
+        self, grant: Grant, *, count: int | None, deadline: float, patience: float
     ) -> bool:
         with self._table.mutex:
             row = self._table.row(grant.key)
@@ -127,9 +140,8 @@ class LocMemBackend(BaseBackend):
             left = row.hold_count - 1 if count is None else count
             row = replace(row, hold_count=left)
             if left <= 0:
-                cooled = (row.acquired_at or 0.0) + hold_at_least
-                now = clock.monotonic()
-                row = replace(row, owner="", expires_at=max(now, cooled))
+                free_at = max(clock.monotonic(), row.min_until)
+                row = replace(row, owner="", expires_at=free_at)
             self._table.rows[grant.key] = row
             return True
 
@@ -147,29 +159,23 @@ class LocMemBackend(BaseBackend):
         The same as the method of that name of ``DistributedLock.objects``, which only
         knows the database's locks.
         """
-        key = arguments.key(key)
+        key = validation.key(key)
         age = 0.0
         if older_than is not None:
-            age = arguments.duration("older_than", older_than)
+            age = validation.duration("older_than", older_than)
         with self._table.mutex:
             now = clock.monotonic()
             row = self._table.row(key)
-            if not row.owner and row.expires_at <= now:
-                return False
-            if version is not None and row.version != version:
+            free = not row.owner and row.expires_at <= now
+            if free or version not in (None, row.version):
                 return False
             if row.acquired_at is None or now - row.acquired_at < age:
                 return False
             self._table.rows[key] = _Row(
-                version=row.version + 1,
-                expires_at=now,
-                holder=row.holder,
-                note=row.note,
+                row.version + 1, expires_at=now, holder=row.holder, note=row.note
             )
-        from ..locks import Lock
-
         announce_force_release(
-            Lock,
+            type(self),
             key=key,
             backend=self.alias,
             owner=row.owner,
@@ -180,6 +186,18 @@ class LocMemBackend(BaseBackend):
         )
         return True
 
+    def check(self) -> Iterator[CheckMessage]:
+        if "test" not in sys.argv[1:2]:
+            yield warning(
+                "W009",
+                f"DBLOCKS[{self.alias!r}] keeps its locks in the memory of this "
+                f"process.",
+                "Use LocMemBackend in tests only: other processes don't see its locks.",
+            )
+
+    def move_clock(self, seconds: float) -> None:
+        """Do nothing: this is the local clock, which is moved for all."""
+
     def clear(self) -> None:
         """Forget all locks of this alias; tokens go on rising."""
         with self._table.mutex:
@@ -189,9 +207,8 @@ class LocMemBackend(BaseBackend):
             self._table.rows.clear()
 
 
-def _extended(row: _Row, now: float, lease: float, max_hold: float) -> _Row:
-    assert row.acquired_at is not None
-    end = min(now + lease, row.acquired_at + max_hold)
+def _extended(row: _Row, now: float, lease: float) -> _Row:
+    end = min(now + lease, row.max_until)
     return replace(row, expires_at=max(row.expires_at, end))
 
 
@@ -207,4 +224,5 @@ def _reading(row: _Row, now: float) -> Reading:
         version=row.version,
         acquired_at=acquired_at,
         remaining=row.expires_at - now,
+        limit=row.max_until - now,
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from django.db import migrations, models, router
 
-import dblocks.fields
+import dblocks.backends.database.fields
 
 
 def make_floor(apps, schema_editor):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "key",
-                    dblocks.fields.ExactCharField(
+                    dblocks.backends.database.fields.ExactCharField(
                         max_length=255,
                         primary_key=True,
                         serialize=False,
@@ -49,19 +49,19 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    dblocks.fields.ExactCharField(
+                    dblocks.backends.database.fields.ExactCharField(
                         blank=True, default="", max_length=64, verbose_name="owner"
                     ),
                 ),
                 (
                     "holder",
-                    dblocks.fields.ExactCharField(
+                    dblocks.backends.database.fields.ExactCharField(
                         blank=True, default="", max_length=255, verbose_name="holder"
                     ),
                 ),
                 (
                     "note",
-                    dblocks.fields.ExactCharField(
+                    dblocks.backends.database.fields.ExactCharField(
                         blank=True, default="", max_length=255, verbose_name="note"
                     ),
                 ),
@@ -75,13 +75,15 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "acquired_at",
-                    dblocks.fields.UTCDateTimeField(
+                    dblocks.backends.database.fields.UTCDateTimeField(
                         blank=True, null=True, verbose_name="held since"
                     ),
                 ),
                 (
                     "expires_at",
-                    dblocks.fields.UTCDateTimeField(verbose_name="expires at"),
+                    dblocks.backends.database.fields.UTCDateTimeField(
+                        verbose_name="expires at"
+                    ),
                 ),
             ],
             options={
@@ -92,7 +94,7 @@ class Migration(migrations.Migration):
                 ],
                 "default_permissions": ("view",),
                 "constraints": [
-                    dblocks.fields.GuardConstraint(
+                    dblocks.backends.database.fields.GuardConstraint(
                         fields=("key", "version"), name="dblocks_key_version"
                     )
                 ],

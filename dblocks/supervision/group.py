@@ -1,4 +1,4 @@
-"""The process group of a command, and the two small programs that stand beside it."""
+"""A command's process group, and the two helper programs beside it."""
 
 from __future__ import annotations
 
@@ -6,232 +6,160 @@ import ctypes
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
 
 from . import launcher, sentinel
-from .signals import pipe
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class StartError(Exception):
-    """The command could not be prepared: no process, or none that answers."""
+    """A helper program could not be started, or doesn't answer."""
 
 
 def _spawn(
-    module: object, *arguments: str, **options: object
+    module: ModuleType, *arguments: str, **options: Any
 ) -> subprocess.Popen[bytes]:
-    path = str(Path(str(getattr(module, "__file__", ""))).resolve())
-    command = [sys.executable, "-I", "-S", path, *arguments]
+    """Start a helper program."""
+    program = [sys.executable, "-I", "-S", os.path.realpath(str(module.__file__))]
     try:
-        return subprocess.Popen(command, **options)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen([*program, *arguments], **options)
     except OSError as error:
         raise StartError(f"no process could be started: {error}") from error
 
 
 class Sentinel:
-    """The supervisor's side of the sentinel."""
+    """The supervisor's side of the sentinel.
+
+    Attributes:
+        ready: A file that becomes readable when the sentinel is ready or has failed.
+    """
 
     def __init__(self) -> None:
-        orders, self._orders = pipe()
-        self._ready, ready = pipe()
-        try:
-            self._process = _spawn(
-                sentinel,
-                stdin=orders,
-                stdout=ready,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                start_new_session=True,
-            )
-        except StartError:
-            os.close(self._orders)
-            os.close(self._ready)
-            raise
-        finally:
-            os.close(orders)
-            os.close(ready)
+        self._process = _spawn(
+            sentinel,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders = self._process.stdin.fileno()
+        self.ready = self._process.stdout.fileno()
         os.set_blocking(self._orders, False)
-
-    @property
-    def ready(self) -> int:
-        """A file that can be read when the sentinel stands (or has failed to)."""
-        return self._ready
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def order(self, group: int, term_at: float, kill_at: float) -> None:
-        """Have a group terminated and killed at these moments, unless told anew."""
-        self._say(f"{group} {term_at:.6f} {kill_at:.6f}\n")
-
-    def _say(self, line: str) -> None:
-        # A line is written whole or not at all. A sentinel that is gone is noticed
-        # otherwise; one that doesn't read has an earlier order.
+        """Have a group terminated and killed at these moments, unless reordered."""
+        # A line is written whole or not at all. A dead sentinel is noticed elsewhere;
+        # one that doesn't read still has its last order.
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._orders, line.encode())
+            os.write(self._orders, f"{group} {term_at:.6f} {kill_at:.6f}\n".encode())
 
     def dismiss(self) -> None:
-        """The group is empty: let the sentinel end."""
-        self._say("done\n")
-        os.close(self._orders)
-        os.close(self._ready)
-        try:
-            self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
+        """End the sentinel: the group is empty."""
+        with self._process:
             self._process.kill()
-            self._process.wait()
 
 
 class Group:
-    """A command in a process group of its own.
+    """A command in its own process group.
 
-    Entering the block starts the launcher; after :meth:`confirm`, :meth:`go` starts the
-    command. What is left of the group when the block ends, by an error, is killed.
+    Entering the block starts the launcher; :meth:`go` starts the command. On Linux this
+    process becomes the parent of orphaned descendants for the block. Otherwise process
+    1 reaps them. In a container that may be any program, and a group with an orphan
+    that nobody reaps would never be empty. Leaving the block by an error kills what is
+    left of the group.
 
     Attributes:
-        id: Its number, which is also that of the command's own process.
-        ready: A file that can be read when the launcher stands (or has failed).
-        started: Whether the command was started.
-        status: How the command ended: its exit status, or minus a signal's number.
-        error: The number of the error for which it could not be started.
+        id: The group's number, and the command's process id.
+        ready: A file that becomes readable when the launcher is ready or has failed.
+        status: The command's exit status, or minus the signal that ended it.
+        error: The ``errno`` for which the command could not be started.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.command = list(command)
-        self.environment = dict(environment)
-        self.id = 0
-        self.started = False
+        self._command = command
+        self._environment = environment
         self.status: int | None = None
         self.error: int | None = None
 
     def __enter__(self) -> Group:
-        go, self._go = pipe()
-        self.ready, status = pipe()
-        os.set_blocking(self.ready, False)
-        try:
+        self._channel, inherited = socket.socketpair()
+        with inherited:
+            number = inherited.fileno()
             self._process = _spawn(
                 launcher,
-                str(go),
-                str(status),
-                *self.command,
-                pass_fds=(go, status),
-                env=self.environment,
+                *(str(number), *self._command),
+                pass_fds=[number],
+                env=self._environment,
             )
-        except StartError:
-            os.close(self._go)
-            os.close(self.ready)
-            raise
-        finally:
-            os.close(go)
-            os.close(status)
+        self._channel.setblocking(False)
+        self.ready = self._channel.fileno()
+        self.id = self._process.pid
+        _adopt_orphans(True)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        failure = self._read()
-        self.error = int(failure) if failure.isdigit() else None
-        os.close(self._go)
-        os.close(self.ready)
+    def __exit__(self, *error: object) -> None:
         if self.status is None:
             self._process.kill()
             self.status = self._process.wait()
-        if self.id and not self.is_empty():
+        if not self.is_empty():
             self.signal(signal.SIGKILL)
-
-    def confirm(self) -> None:
-        """Note that the launcher stands in the new group.
-
-        Raises:
-            StartError: It doesn't.
-        """
-        if self._read() != launcher.READY:
-            raise StartError("the launcher has failed")
-        self.id = self._process.pid
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self.ready, 64)
-        except BlockingIOError:
-            return b""
+        _adopt_orphans(False)
+        with self._channel, suppress(OSError, ValueError):
+            self.error = int(self._channel.recv(64))
 
     def go(self) -> None:
-        """Let the launcher become the command."""
-        self.started = True
-        with suppress(BrokenPipeError):  # a signal has ended it
-            os.write(self._go, launcher.GO)
-
-    def _collect(self, status: int) -> None:
-        self.status = os.waitstatus_to_exitcode(status)
-        self._process.returncode = self.status
+        """Have the launcher become the command."""
+        with suppress(BrokenPipeError):  # a signal has ended the launcher
+            self._channel.send(launcher.GO)
 
     def reap(self) -> int | None:
-        """Collect what has ended; return the signal that stopped the command, if any.
-
-        As a subreaper this process is also the parent of the group's orphans.
-        """
+        """Reap what has ended; return the signal that stopped the command, if any."""
         stopped = None
-        options = os.WNOHANG | os.WUNTRACED
         while True:
             try:
-                pid, status = os.waitpid(-self.id, options)
+                pid, status = os.waitpid(-self.id, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return stopped
             if not pid:
                 return stopped
+            if pid != self.id:
+                continue
             if os.WIFSTOPPED(status):
-                if pid == self.id:
-                    stopped = os.WSTOPSIG(status)
-            elif pid == self.id:
-                self._collect(status)
+                stopped = os.WSTOPSIG(status)
+            else:
+                self.status = os.waitstatus_to_exitcode(status)
+                self._process.returncode = self.status
 
     def signal(self, number: int) -> None:
         sentinel.send(self.id, number)
 
-    def terminate(self) -> None:
-        sentinel.terminate(self.id)
-
     def is_empty(self) -> bool:
-        """Tell whether the command has ended and has left nothing in its group."""
+        """Tell whether the command has ended and left nothing in its group."""
         return self.status is not None and not sentinel.send(self.id, 0)
 
-
-def exit_status(status: int, error: int | None) -> int:
-    """Return the exit status that a shell would report."""
-    if error is not None:
-        return 127 if error in {errno.ENOENT, errno.ENOTDIR} else 126
-    return status if status >= 0 else 128 - status
-
-
-@contextmanager
-def orphans_adopted() -> Iterator[None]:
-    """Be the parent of orphaned descendants, on Linux.
-
-    Elsewhere, and as a rule here too, the system's first process collects them when
-    they end. In a container that process may be any program, and an orphan that nobody
-    collects would keep its group from ever being empty.
-    """
-    _subreaper(True)
-    try:
-        yield
-    finally:
-        _subreaper(False)
+    def exit_status(self) -> int:
+        """Return the exit status that a shell would report."""
+        if self.error is not None:
+            return 127 if self.error in {errno.ENOENT, errno.ENOTDIR} else 126
+        status = self.status or 0
+        return status if status >= 0 else 128 - status
 
 
-def _subreaper(adopt: bool) -> None:
+def _adopt_orphans(adopt: bool) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)

@@ -1,10 +1,10 @@
-"""Becomes the command, once told to: ``python -I -S launcher.py GO STATUS COMMAND …``.
+"""Becomes the command, once told to: ``python -I -S launcher.py CHANNEL COMMAND …``.
 
-A program of its own that imports nothing of dblocks. ``GO`` and ``STATUS`` are the
-numbers of inherited pipe ends. It enters a new process group, writes ``READY`` to
-``STATUS`` and waits for a byte on ``GO``; without one, because the supervisor has died
-or has thought better of it, it ends. If the command can't be started, the error's
-number follows on ``STATUS``; otherwise that is closed.
+A separate program that imports nothing of dblocks. ``CHANNEL`` is the number of an
+inherited socket. The launcher enters a new process group, writes ``READY`` and waits
+for a byte. If the socket is closed instead, the supervisor has died or changed its
+mind, and the launcher ends. If the command can't be started, its ``errno`` follows;
+otherwise the socket is closed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ READY = b"\n"
 GO = b"!"
 
 
-def main(arguments: list[str]) -> None:
-    go, status = int(arguments[0]), int(arguments[1])
-    command = arguments[2:]
-    # What Python changed for itself; a signal ignored by the caller stays ignored.
+def main(channel: int, command: list[str]) -> None:
+    # Undo what Python changed; a signal that the caller ignores stays ignored.
     for name in ("SIGPIPE", "SIGXFZ", "SIGXFSZ"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.set_inheritable(go, False)
-    os.set_inheritable(status, False)
+    os.set_inheritable(channel, False)
     os.setpgid(0, 0)
-    os.write(status, READY)
-    if os.read(go, 1) != GO:
-        os._exit(0)
+    try:
+        os.write(channel, READY)
+        if os.read(channel, 1) != GO:
+            return
+    except (BrokenPipeError, ConnectionResetError):
+        return
     try:
         os.execvp(command[0], command)
     except OSError as error:
         number = error.errno or errno.ENOEXEC
-    except ValueError:  # an empty name, or NUL in a word
+    except ValueError:  # an empty name
         number = errno.ENOENT
-    os.write(status, b"%d" % number)
+    os.write(channel, b"%d" % number)
     os._exit(126)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

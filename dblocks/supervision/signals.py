@@ -1,58 +1,40 @@
-"""The signals that this process gets, put in a queue instead of taking effect."""
+"""Queues the signals that this process gets, instead of letting them take effect."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
 from typing import Any
 
-#: Always handed on to the command.
-_NAMES = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH", "CONT")
-FORWARDED = {getattr(signal, f"SIG{name}") for name in _NAMES}
 
-#: About this process itself, not orders to it; or not to be caught.
-_OWN = {
-    getattr(signal, f"SIG{name}")
-    for name in (
-        *("ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP", "STKFLT", "EMT"),
-        *("PIPE", "URG", "XCPU", "XFSZ", "CHLD", "TTIN", "TTOU"),
-        *("KILL", "STOP", "TSTP"),
-    )
-    if hasattr(signal, f"SIG{name}")
-}
+def _named(*names: str) -> set[int]:
+    """Return the signals of these names that the system has."""
+    return {getattr(signal, f"SIG{n}") for n in names if hasattr(signal, f"SIG{n}")}
+
+
+#: Always forwarded to the command.
+_FORWARDED = _named("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH", "CONT")
+
+#: Concern this process itself, or can't be caught.
+_OWN = _named(
+    *("ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP", "STKFLT", "EMT"),
+    *("PIPE", "URG", "XCPU", "XFSZ", "CHLD", "TTIN", "TTOU"),
+    *("KILL", "STOP", "TSTP"),
+)
 
 #: Don't end a process by default.
-_HARMLESS = {
-    getattr(signal, f"SIG{name}")
-    for name in ("WINCH", "CONT", "TSTP", "INFO")
-    if hasattr(signal, f"SIG{name}")
-}
-
-
-def pipe() -> tuple[int, int]:
-    """Make a pipe that no child inherits, apart from the standard streams.
-
-    Where one of those is closed, its number would be given to the pipe.
-    """
-    ends = []
-    for end in os.pipe():
-        ends.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3))
-        os.close(end)
-    return ends[0], ends[1]
+_HARMLESS = _named("WINCH", "CONT", "TSTP", "INFO")
 
 
 class Signals:
-    """A block in which signals are collected; in the main thread only.
+    """A block that queues signals; in the main thread only.
 
-    Those that the caller of this process had set to be ignored, as ``nohup`` does,
-    stay ignored. SIGTSTP is added by :meth:`catch_stops`; until then it stops this
-    process as usual.
+    Signals that the caller of this process ignores, as ``nohup`` does, stay ignored.
+    SIGTSTP stops this process as usual until :meth:`catch_stops`.
     """
 
     def __init__(self) -> None:
@@ -60,41 +42,37 @@ class Signals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        self._read, self._write = pipe()
+        self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in signal.valid_signals() - _OWN:
             handler = signal.getsignal(number)
             if handler is signal.SIG_DFL or (
-                number in FORWARDED and handler is not signal.SIG_IGN
+                number in _FORWARDED and handler is not signal.SIG_IGN
             ):
                 self._catch(number, self._note)
-        # A child that ends wakes the wait.
-        self._catch(signal.SIGCHLD, _pass)
+        # A child that ends must end the wait.
+        self._catch(signal.SIGCHLD, lambda number, frame: None)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
-        os.close(self._write)
+        # Another thread may call wake() yet.
+        write, self._write = self._write, -1
+        os.close(write)
 
-    def _catch(self, number: int, handler: Callable[..., None]) -> None:
-        previous = signal.signal(number, handler)
-        self._previous.setdefault(number, previous)
+    def _catch(self, number: int, handler: Callable[[int, object], None]) -> None:
+        self._previous.setdefault(number, signal.signal(number, handler))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self._pending.append(number)
 
     def catch_stops(self) -> None:
-        """Collect SIGTSTP too, unless it is ignored."""
+        """Queue SIGTSTP too, unless it is ignored."""
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             self._catch(signal.SIGTSTP, self._note)
 
@@ -105,14 +83,14 @@ class Signals:
 
     def wake(self) -> None:
         """End the wait; from any thread."""
-        with suppress(OSError):  # it is full, or closed: nobody sleeps
+        with suppress(OSError):  # full or closed: nobody sleeps
             os.write(self._write, b"\0")
 
     def wait(self, timeout: float, *files: int) -> bool:
-        """Sleep until a signal or a call of :meth:`wake`, so many seconds at most.
+        """Sleep until a signal, a call of :meth:`wake` or the timeout.
 
         Returns:
-            Whether one of the files can be read, which ends the wait as well.
+            Whether one of the files is readable, which ends the wait too.
         """
         ready = select.select([self._read, *files], [], [], max(0.0, timeout))[0]
         if self._read in ready:
@@ -122,19 +100,9 @@ class Signals:
         return any(file in ready for file in files)
 
     def take(self) -> list[int]:
-        """Return what has come, in order, and forget it."""
-        taken = []
-        while self._pending:
-            taken.append(self._pending.popleft())
-        return taken
+        """Empty the queue and return it."""
+        return [self._pending.popleft() for _ in range(len(self._pending))]
 
     def ending(self) -> int | None:
-        """Return the first signal in the queue that would have ended this process."""
-        for number in list(self._pending):
-            if number not in _HARMLESS:
-                return number
-        return None
-
-
-def _pass(number: int, frame: FrameType | None) -> None:
-    pass
+        """Return the first queued signal that would have ended this process."""
+        return next((n for n in list(self._pending) if n not in _HARMLESS), None)

@@ -1,67 +1,58 @@
-"""What goes on while a command runs under a lease."""
+"""Supervises a command while it runs under a lease."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 
 from ..leases import Lease
-from .group import Group, Sentinel, StartError, exit_status, orphans_adopted
-from .sentinel import now
+from .group import Group, Sentinel, StartError
+from .sentinel import READY, now, terminate
 from .signals import Signals
-from .terminal import Terminal, is_interactive
+from .terminal import Terminal
 
 POLL = 0.5
-"""Seconds after which the lease and the group are looked at again, at the latest."""
+"""The longest pause, in seconds, between two looks at lease and group."""
 
-FIRST_LOOK = 0.005
-"""Seconds until it is first looked whether a group that lost its command is empty."""
+LAST_LOOKS = 0.02
+"""The same once the command has ended: not every leftover's end sends a signal."""
 
 STARTING = 15.0
-"""Seconds within which the two small programs must be up."""
+"""Seconds within which each of the two helper programs must be ready."""
 
 _JOB_CONTROL = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-
-
-@dataclass
-class Outcome:
-    """How it ended.
-
-    Attributes:
-        status: The exit status that a shell would report, or ``None`` when the command
-            never started.
-        lost: Whether the lease was lost, or could not be trusted to last.
-        error: The number of the error for which the command could not be started.
-    """
-
-    status: int | None = None
-    lost: bool = False
-    error: int | None = None
+_MEANINGS = {
+    "expired": "its time ran out",
+    "taken": "somebody else holds the lock now",
+    "forced": "the lock was force-released",
+    "backend": "the database could not be reached in time to renew it",
+}
 
 
 class Supervisor:
     """Runs a command while a lease lasts.
 
     The group gets every signal that this process gets. When the lease is lost, or has
-    less than ``kill_after`` seconds left because its renewal fails, the group gets
-    SIGTERM, and SIGKILL when ``kill_after`` or the lease is over, whichever is first:
+    less than ``kill_after`` seconds left because renewals fail, the group gets SIGTERM;
+    and SIGKILL when ``kill_after`` or the lease is over, whichever comes first.
     ``lease.remaining()`` ends before the database would grant the key again.
 
     Args:
         lease: The lease, which renews itself.
-        duration: For how long it is taken, in seconds.
         kill_after: Seconds between SIGTERM and SIGKILL.
         signals: Collects this process's signals, since before the lease was taken.
-        say: Gets what is worth telling the user.
+        say: Called with messages for the user.
+
+    Attributes:
+        lost: Whether the lease was lost, or could not be trusted to last.
     """
 
     def __init__(
         self,
         lease: Lease,
         *,
-        duration: float,
         kill_after: float,
         signals: Signals,
         say: Callable[[str], object],
@@ -70,71 +61,60 @@ class Supervisor:
         self.kill_after = kill_after
         self.signals = signals
         self.say = say
-        self.poll = min(POLL, duration / 12)
-        self.kill_at = float("inf")
-        self.ending = False
-        self.suspended = False
-        self.deadline = 0.0
-        self.look_again = FIRST_LOOK
-        # The sentinel's SIGTERM comes only if this process's own has not.
-        self.late = min(0.1, kill_after / 4)
+        self.poll = min(POLL, lease.remaining() / 12)
+        self.lost = False
+        self.kill_at = self.deadline = 0.0
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int | None:
         """Run the command and return when its group is empty.
 
-        Raises:
-            StartError: No process could be started.
+        Returns:
+            The exit status that a shell would report; ``None`` if a signal or the loss
+            of the lease has prevented the start.
         """
         self.lease.on_lost(lambda lease: self.signals.wake())
-        self.sentinel = Sentinel()
         try:
-            with (
-                Terminal() as self.terminal,
-                orphans_adopted(),
-                Group(command, environment) as self.group,
-            ):
-                if self._prepare() and self._start():
-                    self._watch()
-        finally:
-            self.sentinel.dismiss()
-        if not self.group.started:
-            return Outcome(lost=self.signals.ending() is None)
-        status = exit_status(self.group.status or 0, self.group.error)
-        return Outcome(status, self.ending, self.group.error)
+            self.sentinel = Sentinel()
+            try:
+                with (
+                    closing(Terminal()) as self.terminal,
+                    Group(command, environment) as self.group,
+                ):
+                    started = self._prepare() and self._start()
+                    if started:
+                        self._watch()
+            finally:
+                self.sentinel.dismiss()
+        except StartError as error:
+            self.say(f"can't run {command[0]!r}: {error}")
+            return 126
+        if not started:
+            self.lost = self.signals.ending() is None
+            return None
+        if self.group.error is not None:
+            self.say(f"can't run {command[0]!r}: {os.strerror(self.group.error)}")
+        return self.group.exit_status()
 
     def _prepare(self) -> bool:
-        """Have the two small programs stand ready."""
-        if not self._wait_for(self.group.ready):
-            return False
-        self.group.confirm()
-        if not self._wait_for(self.sentinel.ready):
-            return False
-        if not self.sentinel.alive():
-            raise StartError("the sentinel has failed")
+        """Wait until both helper programs are ready, or the start is called off."""
+        for helper in (self.group, self.sentinel):
+            until = now() + STARTING
+            while not self.signals.wait(self.poll, helper.ready):
+                if self._called_off():
+                    return False
+                if now() >= until:
+                    raise StartError(f"no sign of life within {STARTING:g} s")
+            if os.read(helper.ready, 1) != READY:
+                raise StartError("a helper program has failed")
         return True
 
-    def _wait_for(self, file: int) -> bool:
-        """Wait until a file can be read; not if the start is called off meanwhile."""
-        until = now() + STARTING
-        while not self._called_off():
-            if self.signals.wait(self.poll, file):
-                return True
-            if now() >= until:
-                raise StartError(f"no sign of life within {STARTING:g} s")
-        return False
-
     def _called_off(self) -> bool:
-        return self.signals.ending() is not None or self._is_running_out()
-
-    def _is_running_out(self) -> bool:
-        return self.lease.remaining() <= self.kill_after
+        return self.signals.ending() is not None or self._time_left() <= 0
 
     def _start(self) -> bool:
-        """Start the command unless something speaks against it."""
+        """Start the command, unless the start has been called off."""
         self._instruct()
-        if is_interactive():
-            self.terminal.give(self.group.id)
-        self.signals.catch_stops()
+        self._resume()
         if self._called_off():
             self.terminal.take_back(self.group.id)
             return False
@@ -146,118 +126,91 @@ class Supervisor:
     def _watch(self) -> None:
         while True:
             self._watch_lease()
-            self._forward()
+            for number in self.signals.take():
+                if number == signal.SIGCONT:
+                    self._resume()
+                self.group.signal(number)
             stopped = self.group.reap()
-            if stopped is not None:
+            if stopped in _JOB_CONTROL and self.terminal.exists:
                 self._stopped(stopped)
+            pause = self.poll
             if self.group.status is not None:
-                killed = self.ending or self.group.status < 0
+                killed = self.lost or self.group.status < 0
                 self.terminal.take_back(self.group.id, restore_modes=killed)
                 if self.group.is_empty():
                     return
-            self.signals.wait(self._until_next())
+                pause = min(pause, LAST_LOOKS)
+            self.signals.wait(max(0.01, min(pause, self._time_left())))
 
-    def _until_next(self) -> float:
-        pause = self.poll
-        if self.group.status is not None:
-            pause = min(pause, self.look_again)
-            self.look_again *= 1.5
-        if self.ending:
-            return min(pause, max(0.01, self.kill_at - now()))
-        return min(pause, max(0.0, self.lease.remaining() - self.kill_after))
+    def _time_left(self) -> float:
+        """Return how long nothing needs to be done about the lease."""
+        if self.lost:
+            return self.kill_at - now()
+        return self.lease.remaining() - self.kill_after
 
     def _watch_lease(self) -> None:
-        if not self.ending:
-            if not self._is_running_out():
-                self._instruct()
-                self._watch_sentinel()
-                return
-            self.ending = True
+        if self.lost:
+            if now() >= self.kill_at:
+                self.group.signal(signal.SIGKILL)
+        elif self._time_left() <= 0:
+            self.lost = True
             self.kill_at = min(now() + self.kill_after, self.deadline)
             self.sentinel.order(self.group.id, float("inf"), self.kill_at)
-            self.say(self._why())
-            self.group.terminate()
-        if now() >= self.kill_at:
-            self.group.signal(signal.SIGKILL)
-
-    def _why(self) -> str:
-        remaining = self.lease.remaining()
-        if self.lease.lost_reason is None and remaining > 0:
-            return (
-                f"the lease could not be renewed and ends in {remaining:.1f} s: "
-                f"terminating the command"
-            )
-        return f"{loss(self.lease)}: terminating the command"
+            remaining = self.lease.remaining()
+            why = loss(self.lease)
+            if self.lease.lost_reason is None and remaining > 0:
+                why = f"the lease could not be renewed and ends in {remaining:.1f} s"
+            self.say(f"{why}: terminating the command")
+            terminate(self.group.id)
+        else:
+            if not self.sentinel.alive():
+                self._replace_sentinel()
+            self._instruct()
 
     def _instruct(self) -> None:
-        """Tell the sentinel how long the lease lasts by now."""
-        started = now()  # before the reading, which may be late
-        remaining = self.lease.remaining()
-        if started + remaining > self.deadline:
-            self.deadline = started + remaining
-            term_at = self.deadline - self.kill_after + self.late
-            self.sentinel.order(self.group.id, term_at, self.deadline)
+        """Tell the sentinel when the lease ends."""
+        # In this order, so that a pause between the two errs early.
+        deadline = now() + self.lease.remaining()
+        if deadline > self.deadline:
+            self.deadline = deadline
+            # So that the sentinel terminates only if this process hasn't.
+            late = min(0.1, self.kill_after / 4)
+            term_at = deadline - self.kill_after + late
+            self.sentinel.order(self.group.id, term_at, deadline)
 
-    def _watch_sentinel(self) -> None:
-        if self.sentinel.alive():
-            return
+    def _replace_sentinel(self) -> None:
         self.say("the sentinel process has died: starting another")
         try:
             sentinel = Sentinel()
         except StartError as error:
             self.say(str(error))
-            return
-        self.sentinel.dismiss()
-        self.sentinel = sentinel
-        self.deadline = 0.0
-        self._instruct()
-
-    def _forward(self) -> None:
-        for number in self.signals.take():
-            if number == signal.SIGCONT:
-                self._resume()
-            else:
-                self.group.signal(number)
+        else:
+            self.sentinel.dismiss()
+            self.sentinel = sentinel
+            self.deadline = 0.0
 
     # Job control
 
     def _stopped(self, number: int) -> None:
-        """The command was stopped: give it the terminal, or stop as well."""
-        if number not in _JOB_CONTROL or not self.terminal.exists:
-            return
-        wants_terminal = number != signal.SIGTSTP
-        if wants_terminal and self.terminal.give(self.group.id):
+        """Give a stopped command the terminal, or stop as well."""
+        if number != signal.SIGTSTP and self.terminal.give(self.group.id):
             self.group.signal(signal.SIGCONT)
             return
         self.terminal.take_back(self.group.id)
         self.say(
-            f"stopped; the lease isn't renewed meanwhile and ends in "
+            f"stopped; the lease isn't renewed meanwhile: it ends in "
             f"{self.lease.remaining():.0f} s, and the command with it"
         )
-        self.suspended = True
         self.signals.let_stops()
-        # As the terminal does: the whole job, or the shell would go on waiting for it.
+        # The whole job, as the terminal does, or the shell would go on waiting for it.
         os.killpg(os.getpgrp(), number)
 
     def _resume(self) -> None:
-        if self.suspended:
-            self.suspended = False
-            self.signals.catch_stops()
-            if is_interactive():
-                self.terminal.give(self.group.id)
-        self.group.signal(signal.SIGCONT)
+        self.signals.catch_stops()
+        self.terminal.offer(self.group.id)
 
 
 def loss(lease: Lease) -> str:
     """Say why a lease is lost."""
     reason = lease.lost_reason or "expired"
-    meaning = _MEANINGS.get(reason, reason)
-    return f"the lease is lost, {meaning}"
-
-
-_MEANINGS = {
-    "expired": "its time ran out",
-    "taken": "somebody else holds the lock now",
-    "forced": "the lock was force-released",
-    "backend": "the database could not be reached in time to renew it",
-}
+    return f"the lease is lost, {_MEANINGS.get(reason, reason)}"

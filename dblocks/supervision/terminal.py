@@ -1,101 +1,68 @@
-"""The controlling terminal, and whose process group is in its foreground."""
+"""The controlling terminal and its foreground process group."""
 
 from __future__ import annotations
 
 import os
 import signal
 import termios
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from contextlib import suppress
 from typing import Any
 
 
 class Terminal:
-    """The terminal of this process's session; without one, all of it does nothing.
+    """The terminal of this process's session; without one, no method does anything.
 
-    A command that reads from the terminal must be in its foreground, or the kernel
-    stops it. It is put there at once where both standard input and output are the
-    terminal; otherwise, since the foreground may belong to a pager at the end of the
-    pipe, only when it is stopped for want of it.
+    The kernel stops a command that reads from the terminal in the background. If both
+    standard input and output are the terminal, the command is put into the foreground
+    at once. Otherwise the foreground may belong to a pager at the end of the pipe, and
+    the command gets it only once it is stopped for lack of it.
     """
 
     def __init__(self) -> None:
         self._modes: list[Any] | None = None
-        self._file: int | None = None
+        # Without a terminal, every call with it fails, as it does after a hang-up.
+        self._file = -1
         with suppress(OSError):
-            flags = os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC
-            self._file = os.open(os.ctermid(), flags)
+            self._file = os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY)
 
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._file is not None:
+    def close(self) -> None:
+        with suppress(OSError):
             os.close(self._file)
-            self._file = None
 
     @property
     def exists(self) -> bool:
-        return self._file is not None
-
-    def foreground(self) -> int | None:
-        """Return the process group in the foreground."""
-        if self._file is None:
-            return None
-        try:
-            return os.tcgetpgrp(self._file)
-        except OSError:  # it has hung up
-            return None
+        return self._file >= 0
 
     def give(self, group: int) -> bool:
-        """Put a group into the foreground if this process is there."""
-        if self._file is None or self.foreground() != os.getpgrp():
-            return False
-        with suppress(termios.error):
-            self._modes = termios.tcgetattr(self._file)
-        return self._put(group)
+        """Put a group into the foreground if this process is in it."""
+        return self._hand_over(os.getpgrp(), group)
+
+    def offer(self, group: int) -> None:
+        """:meth:`give` it if both standard input and standard output are terminals."""
+        if os.isatty(0) and os.isatty(1):
+            self.give(group)
 
     def take_back(self, group: int, *, restore_modes: bool = False) -> None:
-        """Put this process into the foreground if the group is there.
+        """Put this process into the foreground if the group is in it.
 
         Args:
-            restore_modes: As before, because the group had no chance to do it.
+            restore_modes: Restore the terminal's modes, which the group couldn't.
         """
-        if self._file is None or self.foreground() != group:
-            return
-        if self._put(os.getpgrp()) and restore_modes and self._modes is not None:
-            with _background_output(), suppress(termios.error):
-                termios.tcsetattr(self._file, termios.TCSANOW, self._modes)
+        self._hand_over(group, os.getpgrp(), self._modes if restore_modes else None)
 
-    def _put(self, group: int) -> bool:
-        assert self._file is not None
+    def _hand_over(self, old: int, new: int, modes: list[Any] | None = None) -> bool:
+        # So that this process may change the terminal from the background.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
         try:
-            with _background_output():
-                os.tcsetpgrp(self._file, group)
-        except OSError:
+            if os.tcgetpgrp(self._file) != old:
+                return False
+            if old == os.getpgrp():
+                self._modes = termios.tcgetattr(self._file)
+            os.tcsetpgrp(self._file, new)
+            if modes is not None:
+                termios.tcsetattr(self._file, termios.TCSANOW, modes)
+            return True
+        except (OSError, termios.error):
             return False
-        return True
-
-
-@contextmanager
-def _background_output() -> Iterator[None]:
-    """Change the terminal from the background without being stopped for it."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def is_interactive() -> bool:
-    """Tell whether both standard input and standard output are terminals."""
-    try:
-        return os.isatty(0) and os.isatty(1)
-    except OSError:
-        return False
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

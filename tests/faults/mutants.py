@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 from django.conf import settings
 from django.db import connection
@@ -19,6 +20,8 @@ ALL = (SQLITE, MYSQL, POSTGRESQL)
 SERVERS = (MYSQL, POSTGRESQL)
 #: Seconds after which a test of a mutant has failed.
 TIME_LIMIT = 60
+#: A mutant for which this fails proves nothing: it is broken for everybody.
+SMOKE = "tests/faults/test_mutants.py::test_locks_work"
 
 
 @dataclass(frozen=True)
@@ -46,55 +49,64 @@ class Mutant:
         path.write_text(text.replace(self.before, self.after, 1))
 
 
-CURRENT = "_CURRENT = Q(key=_KEY, owner=_OWNER, version=_VERSION)"
+STATEMENTS = "backends/database/statements.py"
+TABLE = "backends/database/table.py"
+OWN = "f\"{self.this_key} AND {self.owner} = {d.text('owner')} \"\n"
+CURRENT = OWN + "            f\"AND {self.version} = {d.integer('version')}\"\n"
 NOW = "__import__('datetime').datetime.now(__import__('datetime').timezone.utc)"
 
 MUTANTS = [
     Mutant(
         "no version in the WHERE",
-        "models.py",
+        STATEMENTS,
         CURRENT,
-        "_CURRENT = Q(key=_KEY, owner=_OWNER)",
+        OWN,
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=SQLITE,
     ),
     Mutant(
         "no owner in the WHERE",
-        "models.py",
+        STATEMENTS,
         CURRENT,
-        "_CURRENT = Q(key=_KEY, version=_VERSION)",
+        CURRENT.replace(" AND {self.owner} = {d.text('owner')}", ""),
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "no time in the WHERE",
-        "models.py",
-        'free, prefix = Q(key=_KEY) & _OVER, ""',
-        '_OVER = Q(key=_KEY)\n    free, prefix = Q(key=_KEY), ""',
+        STATEMENTS,
+        'self.over = f"{self.expires_at} <= {d.now}"',
+        "self.over = self.this_key",
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=MYSQL,
     ),
     Mutant(
         "whoever asks re-enters",
-        "models.py",
-        "condition = Q(key=_KEY) & (_OVER | Q(owner=_OWNER))",
-        "condition = Q(key=_KEY)",
+        TABLE,
+        "    if seen.owner != request.owner or seen.remaining <= 0:\n"
+        "        return seen\n"
+        "    grant = Grant(request.key, request.owner, seen.version)",
+        "    if seen.remaining <= 0:\n"
+        "        return seen\n"
+        "    grant = Grant(request.key, seen.owner, seen.version)",
         ("tests/test_manager.py::test_taken_key_gives_none_and_changes_nothing",),
         quick=SQLITE,
     ),
     Mutant(
         "the version is not raised",
-        "models.py",
-        '"version": Announced(F("version") + 1)',
-        '"version": Announced(F("version") + 0)',
+        STATEMENTS,
+        "d.next_version(f'{self.version} + 1')",
+        "d.next_version(f'{self.version} + 0')",
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "the client's clock",
-        "models.py",
-        "_OVER = Q(expires_at__lte=UtcNow())",
-        f"_OVER = Q(expires_at__lte=Value({NOW}))",
+        TABLE,
+        "text.grant(queued, cools, ends), values",
+        "text.grant(queued, cools, ends).replace("
+        "f'<= {dialect.now}', "
+        f"f\"<= '{{{NOW}:%Y-%m-%d %H:%M:%S.%f}}'\"), values",
         (
             "tests/test_clock.py::test_client_clock_a_day_off",
             "tests/test_processes.py::test_holder_that_never_unlocks",
@@ -103,49 +115,54 @@ MUTANTS = [
     ),
     Mutant(
         "the session's clock",
-        "functions.py",
-        "UTC_TIMESTAMP(6)",
-        "NOW(6)",
+        "backends/database/dialects/mysql.py",
+        'now = "UTC_TIMESTAMP(6)"',
+        'now = "NOW(6)"',
         ("tests/test_clock.py::test_session_in_another_time_zone",),
         quick=MYSQL,
         engines=(MYSQL,),
     ),
     Mutant(
         "the transaction's clock",
-        "functions.py",
-        "STATEMENT_TIMESTAMP()",
-        "TRANSACTION_TIMESTAMP()",
+        "backends/database/dialects/postgresql.py",
+        'now = "STATEMENT_TIMESTAMP()"',
+        'now = "TRANSACTION_TIMESTAMP()"',
         ("tests/faults/test_mutants.py::test_late_in_a_transaction",),
         quick=POSTGRESQL,
         engines=(POSTGRESQL,),
     ),
     Mutant(
         "the row is deleted at release",
-        "models.py",
-        "        return bool(_affected(connection, _free(connection), values))",
-        "        return bool(DistributedLock._base_manager.using(connection.alias)"
-        ".filter(key=grant.key, version=grant.version)._raw_delete(connection.alias))",
+        STATEMENTS,
+        'f"UPDATE {self.table} SET {self.expires_at} = {self.cooled}, "\n'
+        "            f\"{self.owner} = '', {self.hold_count} = 0 WHERE",
+        'f"DELETE FROM {self.table} WHERE',
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=SQLITE,
     ),
     Mutant(
         "renewal of whoever has the key",
-        "models.py",
-        'RowIn(["key", "owner", "version"], grants), ',
-        "Q(), ",
+        STATEMENTS,
+        'current = f"{self.key} IN ({keys}) AND {current}"',
+        'current = f"{self.key} IN ({keys})"',
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=MYSQL,
     ),
     Mutant(
         "renewal by upsert",
-        "models.py",
-        "            renewed |= _renew_batch(connection, batch, values, wait, overdue)",
-        "            for key, owner, version in batch:\n"
-        "                DistributedLock._base_manager.using(connection.alias)"
-        ".update_or_create(\n"
-        "                    pk=key, defaults=dict(owner=owner, version=version,"
-        f" hold_count=1, expires_at={NOW} + timedelta(seconds=lease)))\n"
-        "                renewed.add(Grant(key, owner, version))",
+        TABLE,
+        "            outcome.extended |= "
+        "_renew_batch(connection, batch, lease, wait, overdue)",
+        "            for grant in batch:\n"
+        '                _model("DistributedLock")._base_manager.using(\n'
+        "                    connection.alias\n"
+        "                ).update_or_create(\n"
+        "                    pk=grant.key,\n"
+        "                    defaults=dict(\n"
+        "                        owner=grant.owner, version=grant.version,\n"
+        f"                        hold_count=1, expires_at={NOW}\n"
+        "                        + __import__('datetime').timedelta(seconds=lease)))\n"
+        "                outcome.extended.add(grant)",
         (
             "tests/test_manager.py::test_key_without_a_row",
             "tests/test_manager.py::test_former_holder_can_do_nothing",
@@ -154,8 +171,9 @@ MUTANTS = [
     ),
     Mutant(
         "renewal of what is overdue",
-        "models.py",
-        "    if not overdue:\n        current &= ~_OVER\n",
+        STATEMENTS,
+        "        if not overdue:\n"
+        '            current += f" AND {self.expires_at} > {d.now}"\n',
         "",
         ("tests/faults/test_mutants.py::test_overdue_stays_overdue",),
         quick=POSTGRESQL,
@@ -163,7 +181,7 @@ MUTANTS = [
     Mutant(
         "release before the commit",
         "leases.py",
-        "        if self.lost_reason is None and transactions.transaction_is_open():",
+        "        if self._hold.is_live() and transactions.transaction_is_open():",
         "        if False:",
         ("tests/test_transactions.py::test_release_waits_for_the_end",),
         quick=MYSQL,
@@ -171,25 +189,24 @@ MUTANTS = [
     ),
     Mutant(
         "the guard is skipped",
-        "models.py",
-        "    with _pin(connection).execute(connection, grant._asdict()) as cursor:",
-        "    return True\n"
-        "    with _pin(connection).execute(connection, grant._asdict()) as cursor:",
+        TABLE,
+        "    return bool(fetch(connection, _texts(connection).pin, grant._asdict()))",
+        "    return True",
         ("tests/faults/test_processes.py::test_stopped_holders_are_refused",),
         quick=SQLITE,
     ),
     Mutant(
         "the guard doesn't pin",
-        "models.py",
-        '    return Statement(f"{text} FOR {strength}", params)',
-        "    return Statement(text, params)",
+        STATEMENTS,
+        'f"WHERE {self.current} {d.strength}"',
+        'f"WHERE {self.current}"',
         ("tests/faults/test_processes.py::test_stopped_between_guard_and_commit",),
         quick=POSTGRESQL,
         engines=SERVERS,
     ),
     Mutant(
         "the owner is the process",
-        "ownership.py",
+        "holding/owners.py",
         "class _Thread(threading.local):",
         "class _Thread:",
         ("tests/test_ownership.py::test_threads_are_different_owners",),
@@ -197,15 +214,15 @@ MUTANTS = [
     ),
     Mutant(
         "a forked child keeps the lease",
-        "renewal.py",
-        'hold.lost_reason = hold.lost_reason or "forked"',
-        "pass",
+        "holding/holds.py",
+        '        self._ends("forked")',
+        "        pass",
         ("tests/faults/test_processes.py::test_fork_while_holding",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "pruning without the floor",
-        "models.py",
+        TABLE,
         'update(value=Greatest(F("value"), highest))',
         'update(value=F("value"))',
         ("tests/test_manager.py::test_tokens_rise_over_prune_and_re_creation",),
@@ -221,15 +238,25 @@ MUTANTS = [
     ),
     Mutant(
         "the lease counts from the answer",
-        "acquisition.py",
-        "lease = self._granted(found, sent, lease)",
-        "lease = self._granted(found, clock.monotonic(), lease)",
+        "waiting/attempt.py",
+        "        answer = self.backend.try_acquire(request, patience)\n",
+        "        answer = self.backend.try_acquire(request, patience)\n"
+        "        sent = clock.monotonic()\n",
         ("tests/faults/test_late_answers.py::test_answer_to_an_acquire",),
         quick=POSTGRESQL,
     ),
     Mutant(
+        "a re-entry counts from the answer",
+        "holding/holds.py",
+        "if not self.extend(sent, lease):\n                    self.counted",
+        "if not self.extend(clock.monotonic(), lease):\n"
+        "                    self.counted",
+        ("tests/faults/test_late_answers.py::test_answer_to_a_re_entry",),
+        quick=SQLITE,
+    ),
+    Mutant(
         "a renewal counts from the answer",
-        "renewal.py",
+        "holding/renewal.py",
         "                hold.extend(sent)",
         "                hold.extend(clock.monotonic())",
         ("tests/faults/test_late_answers.py::test_answer_to_a_renewal",),
@@ -237,35 +264,41 @@ MUTANTS = [
     ),
     Mutant(
         "a lost lease comes back",
-        "holds.py",
-        "            if not self.is_live():\n                return False\n"
-        "            self.failing",
-        "            self.lost_reason = None\n            self.failing",
+        "holding/holds.py",
+        "        if not self.is_live():\n"
+        "            return False\n"
+        "        lease = self.terms.lease if lease is None else lease\n",
+        "        self._end.clear()\n"
+        "        lease = self.terms.lease if lease is None else lease\n",
         ("tests/faults/test_late_answers.py::test_answer_after_the_loss",),
         quick=SQLITE,
     ),
     Mutant(
         "no news while a renewal hangs",
-        "renewal.py",
-        "                if hold.deadline <= now:",
-        "                if hold.deadline <= now and not hold.failing:",
+        "holding/renewal.py",
+        "            if hold.is_referred_to():\n                hold.note_overdue()\n",
+        "            if hold.is_referred_to() and not hold.failing:\n"
+        "                hold.note_overdue()\n",
         ("tests/faults/test_late_answers.py::test_answer_after_the_loss",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "a lost reply is a new try",
-        "backends/database.py",
-        "reenter=request.reenter or doubtful",
-        "reenter=request.reenter",
+        TABLE,
+        "        # Granted before, and the reply was lost.\n"
+        "        return Granted(grant, seen.limit)",
+        "        return seen",
         ("tests/faults/test_network.py::test_lost_reply_to_an_acquire",),
         quick=MYSQL,
         engines=SERVERS,
     ),
     Mutant(
         "a force release keeps the version",
-        "models.py",
-        '                version=F("version") + 1,\n                hold_count=0,',
-        '                version=F("version"),\n                hold_count=0,',
+        STATEMENTS,
+        'SET {self.version} = {self.version} + 1, "\n'
+        '            f"{self.hold_count} = 0, {self.acquired_at} = NULL',
+        'SET {self.version} = {self.version}, "\n'
+        '            f"{self.hold_count} = 0, {self.acquired_at} = NULL',
         ("tests/test_manager.py::test_force_release",),
         quick=SQLITE,
     ),
@@ -273,8 +306,13 @@ MUTANTS = [
 
 
 def survives(mutant: Mutant, folder: Path) -> str | None:
-    """Run its tests on a changed copy; return their output if none of them failed."""
-    copy = folder / "copy"
+    """Run its tests on a changed copy; return their output if none of them failed.
+
+    Raises:
+        AssertionError: It can't be said to have died: locks don't work at all, or a
+            test ended by another error than an assertion.
+    """
+    copy, report = folder / "copy", folder / "report.xml"
     ignore = shutil.ignore_patterns("__pycache__", "*.sqlite3*", "screenshots")
     for name in ("dblocks", "tests", "testproject"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
@@ -283,8 +321,10 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     mutant.apply(copy / "dblocks")
     command = [
         *(sys.executable, "-m", "pytest", "--exitfirst", "--quiet"),
-        *("-p", "no:cacheprovider", "-o", f"timeout={TIME_LIMIT}"),
-        *("--rootdir", str(copy), *mutant.tests),
+        # In order, so that it is known to work before it has to fail.
+        *("-p", "no:randomly", "-p", "no:cacheprovider"),
+        *("-o", f"timeout={TIME_LIMIT}", f"--junitxml={report}"),
+        *("--rootdir", str(copy), SMOKE, *mutant.tests),
     ]
     environment = {**os.environ, "DATABASE_URL": url(folder), "DBLOCKS_FAULTS": ""}
     for name in ("LOCKS_DATABASE_URL", "DBLOCKS_FAULTS_FIGURES"):
@@ -306,7 +346,26 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
         )
     if result.returncode not in {0, 1}:
         raise AssertionError(f"{mutant.name}: no tests\n{written.read_text()}")
-    return written.read_text() if result.returncode == 0 else None
+    if result.returncode == 0:
+        return written.read_text()
+    if not died(report):
+        raise AssertionError(f"{mutant.name} is no lock\n{written.read_text()}")
+    return None
+
+
+def died(report: Path) -> bool:
+    """Tell whether an assertion of its tests failed, and not that locks work at all."""
+    smoke = SMOKE.rpartition(":")[2]
+    for case in ElementTree.parse(report).iter("testcase"):
+        failure = case.find("failure")
+        if failure is None:
+            continue
+        message = failure.get("message", "")
+        asserted = message.startswith(("AssertionError", "assert ", "Failed: "))
+        if not asserted or message.startswith("Failed: Timeout"):
+            return False
+        return case.get("name") != smoke
+    return False
 
 
 def url(folder: Path) -> str:

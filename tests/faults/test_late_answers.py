@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dblocks import Lease, distributed_lock
-from dblocks.backends import database
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.factories import stored
 from tests.timing import DEADLINE, always, eventually
@@ -35,8 +35,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Delay]]:
 
         monkeypatch.setattr(owner, verb, answer)
 
-    hold_up(database.DatabaseBackend, "try_acquire")
-    hold_up(database._DatabaseRenewalSession, "renew")
+    backend = backends["default"]
+    hold_up(type(backend), "try_acquire")
+    hold_up(type(backend), "reenter")
+    with backend.renewal_session() as session:
+        hold_up(type(session), "renew")
     yield delays
     delays.clear()
 
@@ -59,6 +62,17 @@ def test_answer_to_an_acquire(late: dict[str, Delay], key: str) -> None:
     assert 0 < lease.remaining() <= 2 - 0.8
     assert not believes_too_much(lease)
     assert lease.release()
+
+
+def test_answer_to_a_re_entry(late: dict[str, Delay], key: str) -> None:
+    """So is the longer lease that an inner acquisition asks for."""
+    outer = distributed_lock(key, lease=2, renew=False).acquire(timeout=0)
+    late["reenter"] = lambda: time.sleep(0.8)
+    inner = distributed_lock(key, lease=4).acquire(timeout=0)
+    assert 2 < inner.remaining() <= 4 - 0.8
+    assert not believes_too_much(inner)
+    assert inner.release()
+    assert outer.release()
 
 
 def test_answer_to_a_renewal(late: dict[str, Delay], key: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 
-from dblocks import distributed_lock
+from dblocks import LockTimeout, distributed_lock
 from tests.factories import stored
 from tests.faults.crew import Crew
 from tests.faults.history import check, report
@@ -70,7 +70,10 @@ def test_lost_reply_to_an_acquire(
         proxy.after = b"INSERT" if first else b"UPDATE"
         connections["distant"].ensure_connection()
         proxy.lose_replies = 1
-        lease = distributed_lock(name, backend=backend, lease=60).acquire(timeout=2)
+        try:
+            lease = distributed_lock(name, backend=backend, lease=60).acquire(timeout=2)
+        except LockTimeout as error:
+            pytest.fail(f"waited for its own grant: {error}")
         assert proxy.lost == number + 1
         row = stored(name)
         assert (row.version, row.owner, row.hold_count) == (
@@ -223,7 +226,8 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
     # A session that ends while it is being made is an error; one at work is replaced.
     errors = [told for told in crew.told() if told["event"] == "database"]
     figures["ended while connecting"] = len(errors)
-    assert all(told["connecting"] for told in errors), errors
+    others = [told["trace"] for told in errors if not told["connecting"]]
+    assert not others, "\n\n".join(others)
     assert killed >= counts(3, 500)
     assert left
     assert len(slow) <= pick(1.0, 0.01) * len(left)

@@ -110,7 +110,7 @@ def contend(
             except DatabaseError:
                 trace = traceback.format_exc()
                 connecting = "in get_new_connection" in trace
-                emit("database", connecting=connecting, trace=trace[-1500:])
+                emit("database", connecting=connecting, trace=trace[-6000:])
                 time.sleep(0.05)
                 connections.close_all()
             continue

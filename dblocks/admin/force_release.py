@@ -1,0 +1,318 @@
+"""Force release: its permission, its confirmation page, its record in the history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, cast
+from urllib.parse import unquote, urlencode
+
+import django
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.templatetags.admin_urls import add_preserved_filters
+from django.contrib.admin.utils import label_for_field, quote
+from django.contrib.admin.widgets import AdminTextInputWidget
+from django.contrib.auth import get_permission_codename
+from django.core.exceptions import PermissionDenied
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+from django.utils.text import Truncator, capfirst
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext_lazy
+
+from .. import validation
+from ..backends.database.expressions import SecondsUntil
+from ..conf import DEFAULT_ALIAS
+from ..management import lock_table
+from ..models import DistributedLock, LockQuerySet, State
+from .formats import escaped, names_of
+
+MAX_AT_ONCE = 500
+"""The most locks on one confirmation page, below Django's limit of form fields."""
+
+PATIENCE = 1.0
+"""Seconds for which a row that a transaction has locked is tried again."""
+
+
+class ReleaseForm(forms.Form):
+    """Asks why the locks are taken from their holders."""
+
+    reason = forms.CharField(
+        label=gettext_lazy("Reason"),
+        help_text=gettext_lazy("For the locks’ history: what happened, who was asked."),
+        max_length=255,
+        widget=AdminTextInputWidget(attrs={"autocomplete": "off"}),
+    )
+
+
+def field(lock: DistributedLock) -> str:
+    """Return a shown grant as one form field: fencing token and key."""
+    return f"{lock.version}:{escaped(lock.key)}"
+
+
+def parsed(fields: Iterable[str]) -> dict[str, int]:
+    """Return each key's fencing token; skip fields that no page of ours made."""
+    shown = {}
+    for each in fields:
+        version, _colon, key = each.partition(":")
+        with suppress(ValueError):
+            shown[validation.key(unquote(key))] = int(version)
+    return shown
+
+
+_OUTCOMES = {
+    "released": (
+        messages.SUCCESS,
+        ngettext_lazy(
+            "Released {count} lock: {keys}.", "Released {count} locks: {keys}.", "count"
+        ),
+    ),
+    "changed": (
+        messages.WARNING,
+        ngettext_lazy(
+            "Left {count} lock alone, which was released or changed hands since the "
+            "page was shown: {keys}.",
+            "Left {count} locks alone, which were released or changed hands since the "
+            "page was shown: {keys}.",
+            "count",
+        ),
+    ),
+    "busy": (
+        messages.WARNING,
+        ngettext_lazy(
+            "Left {count} lock alone, whose row an open transaction has locked, "
+            "perhaps to commit: {keys}. Try again.",
+            "Left {count} locks alone, whose rows open transactions have locked, "
+            "perhaps to commit: {keys}. Try again.",
+            "count",
+        ),
+    ),
+}
+"""What can become of a lock on the page, and how a message says it."""
+
+
+def is_busy(locks: LockQuerySet, key: str) -> bool:
+    """Tell whether a transaction has the row locked, and keeps it locked for a moment.
+
+    It may be committing work done under this lock. A release would have to wait for
+    its end, and the request with it.
+    """
+    rows = locks.filter(pk=key).select_for_update(skip_locked=True)
+    if not connections[rows.db].features.has_select_for_update_skip_locked:
+        return False
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        with transaction.atomic(using=rows.db):
+            if rows.first() is not None:
+                return False
+        if time.monotonic() > give_up:
+            return True
+        time.sleep(PATIENCE / 20)
+
+
+class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Allows nothing but looking and force release.
+
+    The list's action and the button on a lock's page both lead to the confirmation
+    page, whose POST releases the grants that it showed.
+    """
+
+    actions = ("force_release",)
+    #: The columns of the confirmation page.
+    confirmed_fields: tuple[str, ...] = ()
+    force_release_template = "admin/dblocks/distributedlock/force_release.html"
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Refuse: deleting would be a release without a trace."""
+        return False
+
+    def has_force_release_permission(
+        self, request: HttpRequest, obj: DistributedLock | None = None
+    ) -> bool:
+        """Tell whether the user may see locks and take them from their holders."""
+        codename = get_permission_codename("force_release", self.opts)
+        user: Any = request.user
+        return self.has_view_permission(request, obj) and user.has_perm(
+            f"{self.opts.app_label}.{codename}"
+        )
+
+    @property
+    def locks(self) -> LockQuerySet:
+        """The default backend's table, or the default database's if it has none."""
+        using = lock_table.database(DEFAULT_ALIAS)
+        return cast(LockQuerySet, DistributedLock.objects.using(using))
+
+    def get_queryset(self, request: HttpRequest) -> LockQuerySet:
+        rows: Any = super().get_queryset(request).using(self.locks.db)
+        rows = rows.with_state().annotate(until_acquired=SecondsUntil("acquired_at"))
+        return cast(LockQuerySet, rows)
+
+    # Addresses
+
+    def get_urls(self) -> list[URLPattern]:
+        name = f"{self.opts.app_label}_{self.opts.model_name}_force_release"
+        view: Any = self.admin_site.admin_view(self.force_release_view)
+        # A release is visible to others at once, and its log entry records a fact. A
+        # transaction around the request must not delay or undo either.
+        for alias in connections:
+            view = transaction.non_atomic_requests(alias)(view)
+        return [path("force-release/", view, name=name), *super().get_urls()]
+
+    def _url(self, request: HttpRequest, name: str, *args: str, **query: str) -> str:
+        """Return an address of this model that keeps the list's filters."""
+        filters = self.get_preserved_filters(request)
+        context: Any = {"preserved_filters": filters, "opts": self.opts}
+        name = f"admin:{self.opts.app_label}_{self.opts.model_name}_{name}"
+        url = reverse(name, args=args, current_app=self.admin_site.name)
+        if query:
+            url += f"?{urlencode(query)}"
+        return str(add_preserved_filters(context, url))
+
+    # The ways to the confirmation page
+
+    @admin.action(
+        permissions=["force_release"],
+        description=gettext_lazy("Force release selected %(verbose_name_plural)s"),
+    )
+    def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        """Show the confirmation page; its form posts to an address of its own."""
+        taken = queryset.exclude(state=State.FREE).order_by("key")
+        locks = list(taken[: MAX_AT_ONCE + 1])
+        if locks:
+            return self._page(request, locks, ReleaseForm())
+        self._nothing(request)
+        return None
+
+    def render_change_form(
+        self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        lock = kwargs["obj"]
+        free = State(lock.state) is State.FREE
+        if not free and self.has_force_release_permission(request, lock):
+            url = self._url(request, "force_release", key=lock.key)
+            context["force_release_url"] = url
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def force_release_view(self, request: HttpRequest) -> HttpResponse:
+        """Show what would be released, by GET; release what was shown, by POST."""
+        if not self.has_force_release_permission(request):
+            raise PermissionDenied
+        if request.method == "POST":
+            return self._confirmed(request)
+        keys = [key for key in request.GET.getlist("key") if "\0" not in key]
+        rows = self.get_queryset(request).filter(pk__in=keys)
+        return self.force_release(request, rows) or self._to_list(request)
+
+    def _to_list(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponseRedirect(self._url(request, "changelist"))
+
+    # The page
+
+    def _nothing(self, request: HttpRequest) -> None:
+        text = _("There was nothing to release: nobody holds what was selected.")
+        self.message_user(request, text, messages.WARNING)
+
+    def _page(
+        self, request: HttpRequest, locks: Sequence[DistributedLock], form: ReleaseForm
+    ) -> HttpResponse:
+        shown = locks[:MAX_AT_ONCE]
+        crumbs = self._crumbs(request, shown)
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Force release"),
+            "subtitle": shown[0].key if len(shown) == 1 else None,
+            "opts": self.opts,
+            "crumbs": crumbs,
+            "crumbs_are_list": django.VERSION >= (6, 1),
+            "rows": [(field(lock), self._cells(lock)) for lock in shown],
+            "count": len(shown),
+            "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
+            "form": form,
+            "form_url": self._url(request, "force_release"),
+            "back_url": crumbs[-1][0],
+        }
+        request.current_app = self.admin_site.name
+        return TemplateResponse(request, self.force_release_template, context)
+
+    def _crumbs(
+        self, request: HttpRequest, shown: Sequence[DistributedLock]
+    ) -> list[tuple[str, Any]]:
+        site, app = self.admin_site.name, self.opts.app_config
+        app_url = reverse("admin:app_list", args=[app.label], current_app=site)
+        list_url = self._url(request, "changelist")
+        crumbs = [
+            (reverse("admin:index", current_app=site), _("Home")),
+            (app_url, app.verbose_name),
+            (list_url, capfirst(self.opts.verbose_name_plural)),
+        ]
+        if len(shown) == 1:
+            url = self._url(request, "change", quote(shown[0].key))
+            crumbs.append((url, Truncator(shown[0].key).chars(60)))
+        return crumbs
+
+    def _cells(self, lock: DistributedLock) -> list[tuple[str, str]]:
+        empty = str(self.get_empty_value_display())
+        return [
+            (
+                capfirst(str(label_for_field(name, self.model, self))),
+                getattr(self, name)(lock) or empty,
+            )
+            for name in self.confirmed_fields
+        ]
+
+    # The release
+
+    def _confirmed(self, request: HttpRequest) -> HttpResponse:
+        """Release the grants that the page showed and that still stand."""
+        shown = parsed(request.POST.getlist("lock"))
+        if not shown:
+            self._nothing(request)
+        current = self.get_queryset(request).in_bulk(list(shown))
+        locks = []
+        keys: dict[str, list[str]] = {outcome: [] for outcome in _OUTCOMES}
+        for key, version in shown.items():
+            if key in current and current[key].version == version:
+                locks.append(current[key])
+            else:
+                keys["changed"].append(key)
+        form = ReleaseForm(request.POST)
+        if locks and not form.is_valid():
+            response = self._page(request, locks, form)
+        else:
+            for lock in locks:
+                outcome = self._release(request, lock, form.cleaned_data["reason"])
+                keys[outcome].append(lock.key)
+            response = self._to_list(request)
+        for outcome, (level, text) in _OUTCOMES.items():
+            if names := keys[outcome]:
+                # format_html() would always take the plural.
+                sentence = text.format(count=len(names), keys=names_of(names))
+                self.message_user(request, SafeString(sentence), level)
+        return response
+
+    def _release(self, request: HttpRequest, lock: DistributedLock, reason: str) -> str:
+        """Release this grant of a lock and record it; return the outcome."""
+        if is_busy(self.locks, lock.key):
+            return "busy"
+        if not self.locks.force_release(
+            lock.key, version=lock.version, by=request.user, reason=reason
+        ):
+            return "changed"
+        message = _(
+            "Force released (was held by %(holder)s, fencing token %(token)s). "
+            "Reason: %(reason)s"
+        )
+        values = {"holder": lock.holder, "token": lock.version, "reason": reason}
+        self.log_change(request, lock, message % values)
+        return "released"

@@ -1,0 +1,89 @@
+"""How the admin formats durations, moments, texts and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.timezone import localtime
+from django.utils.translation import ngettext_lazy
+
+MAX_NAMED = 10
+"""The most locks that a message names."""
+
+_UNITS = (86400.0, 3600.0, 60.0, 1.0)
+AGO = (
+    ngettext_lazy("%(count)d day ago", "%(count)d days ago", "count"),
+    ngettext_lazy("%(count)d h ago", "%(count)d h ago", "count"),
+    ngettext_lazy("%(count)d min ago", "%(count)d min ago", "count"),
+    ngettext_lazy("%(count)d s ago", "%(count)d s ago", "count"),
+)
+AHEAD = (
+    ngettext_lazy("in %(count)d day", "in %(count)d days", "count"),
+    ngettext_lazy("in %(count)d h", "in %(count)d h", "count"),
+    ngettext_lazy("in %(count)d min", "in %(count)d min", "count"),
+    ngettext_lazy("in %(count)d s", "in %(count)d s", "count"),
+)
+OVERDUE = (
+    ngettext_lazy("%(count)d day overdue", "%(count)d days overdue", "count"),
+    ngettext_lazy("%(count)d h overdue", "%(count)d h overdue", "count"),
+    ngettext_lazy("%(count)d min overdue", "%(count)d min overdue", "count"),
+    ngettext_lazy("%(count)d s overdue", "%(count)d s overdue", "count"),
+)
+
+
+def phrase(phrases: Sequence[Any], seconds: float) -> str:
+    """Format a duration in the largest unit of which it has at least two."""
+    unit, text = next(
+        (each for each in zip(_UNITS, phrases, strict=True) if seconds >= 2 * each[0]),
+        (_UNITS[-1], phrases[-1]),
+    )
+    return str(text % {"count": max(0, int(seconds / unit))})
+
+
+def exact(moment: datetime) -> str:
+    """Format a moment in the current time zone and in UTC."""
+    local = f"{localtime(moment):%Y-%m-%d %H:%M:%S %Z}"
+    utc = f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    return utc if local == utc else f"{local} ({utc})"
+
+
+def time_element(
+    moment: datetime, phrases: Sequence[Any], seconds: float
+) -> SafeString:
+    """Return a moment by its distance from now, with the exact moment as title."""
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>',
+        moment.isoformat(),
+        exact(moment),
+        phrase(phrases, seconds),
+    )
+
+
+def isolated(text: str, style: str = "text") -> SafeString:
+    """Return a text from a program or a user, isolated from its surroundings."""
+    return format_html('<bdi class="dblocks-{}">{}</bdi>', style, text)
+
+
+def names_of(keys: Sequence[str]) -> SafeString:
+    """Return a list of keys, each isolated from the text around it."""
+    names = format_html_join(
+        ", ", "<bdi>{}</bdi>", ((key,) for key in keys[:MAX_NAMED])
+    )
+    if len(keys) > MAX_NAMED:
+        names = format_html("{}, …", names)
+    return names
+
+
+_ESCAPES = str.maketrans({"%": "%25", "\n": "%0A", "\r": "%0D"})
+
+
+def escaped(key: str) -> str:
+    """Return a key as a form field holds it: browsers change line ends there.
+
+    ``unquote()`` gives it back.
+    """
+    return key.translate(_ESCAPES)

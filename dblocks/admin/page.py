@@ -1,0 +1,152 @@
+"""The list of locks and a lock's page, read-only."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+from urllib.parse import unquote
+
+from django.contrib import admin
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.views.main import ChangeList
+from django.core.paginator import Paginator
+from django.db.models import Q, Value
+from django.db.models.functions import Lower
+from django.db.models.lookups import Contains
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.text import smart_split, unescape_string_literal
+from django.utils.translation import gettext_lazy
+
+from ..management import lock_table
+from ..models import DistributedLock, State
+from .changelist import LockChangeList, LockPaginator, StateFilter
+from .force_release import ForceReleaseAdmin
+from .formats import AGO, AHEAD, OVERDUE, escaped, exact, isolated, time_element
+
+
+@admin.register(DistributedLock)
+class DistributedLockAdmin(ForceReleaseAdmin):
+    """Shows locks, and lets those who may force their release."""
+
+    list_display = ("shown_key", "shown_state", "shown_holder", "since", "left")
+    list_filter = (StateFilter,)
+    list_per_page = 50
+    ordering = ("key",)
+    paginator = LockPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    search_fields = ("key", "holder", "note")
+    search_help_text = gettext_lazy("Search by key, holder and note.")
+    confirmed_fields = (*list_display[:3], "shown_note", "since", "left")
+    fields = readonly_fields = (
+        *("shown_key", "shown_state", "shown_holder", "shown_note"),
+        *("since_exact", "left_exact", "waiting"),
+        *("version_number", "hold_count", "owner"),
+    )
+
+    class Media:
+        css = {"all": ["dblocks/admin.css"]}
+        js = ["dblocks/admin.js"]
+
+    # The list
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: Any, search_term: str
+    ) -> tuple[Any, bool]:
+        # Django's icontains is case-sensitive on columns that compare exactly.
+        for word in smart_split(search_term):
+            if len(word) > 1 and word[0] in "\"'" and word[0] == word[-1]:
+                word = unescape_string_literal(word)
+            wanted = Lower(Value(word))
+            matches = [Contains(Lower(field), wanted) for field in self.search_fields]
+            queryset = queryset.filter(Q(*matches, _connector=Q.OR))
+        return queryset, False
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return LockChangeList
+
+    def action_checkbox(self, obj: DistributedLock) -> SafeString:
+        ticked = copy(obj)
+        ticked.key = escaped(obj.key)
+        return super().action_checkbox(ticked)
+
+    def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        post: Any = request.POST.copy()
+        ticked = post.getlist(ACTION_CHECKBOX_NAME)
+        post.setlist(ACTION_CHECKBOX_NAME, [unquote(key) for key in ticked])
+        request.POST = post
+        return super().response_action(request, *args, **kwargs)
+
+    # Columns and fields
+
+    @admin.display(description=gettext_lazy("key"), ordering="key")
+    def shown_key(self, lock: DistributedLock) -> SafeString:
+        return isolated(lock.key, "key")
+
+    @admin.display(description=gettext_lazy("state"), ordering="state")
+    def shown_state(self, lock: DistributedLock) -> SafeString:
+        state = State(lock.state)
+        return format_html(
+            '<span class="dblocks-state dblocks-{}">{}</span>', state.value, state.label
+        )
+
+    @admin.display(description=gettext_lazy("holder"), ordering="holder")
+    def shown_holder(self, lock: DistributedLock) -> SafeString | None:
+        """The holder; a released lock keeps its last holder's name, but has none."""
+        return isolated(lock.holder) if lock.owner else None
+
+    @admin.display(description=gettext_lazy("note"))
+    def shown_note(self, lock: DistributedLock) -> SafeString | None:
+        return isolated(lock.note) if lock.note else None
+
+    @admin.display(description=gettext_lazy("held since"), ordering="-acquired_at")
+    def since(self, lock: Any) -> SafeString | None:
+        if lock.acquired_at is None or State(lock.state) is State.FREE:
+            return None
+        return time_element(lock.acquired_at, AGO, -lock.until_acquired)
+
+    @admin.display(description=gettext_lazy("remaining"), ordering="expires_at")
+    def left(self, lock: DistributedLock) -> SafeString | None:
+        if State(lock.state) is State.FREE:
+            return None
+        phrases = OVERDUE if lock.remaining <= 0 else AHEAD
+        return time_element(lock.expires_at, phrases, abs(lock.remaining))
+
+    @admin.display(description=gettext_lazy("waiting"))
+    def waiting(self, lock: DistributedLock) -> int | None:
+        """The number of waiters, where it is known."""
+        return lock_table.waiters(self.locks.db, [lock.key]).get(lock.key)
+
+    @admin.display(description=gettext_lazy("held since"))
+    def since_exact(self, lock: DistributedLock) -> SafeString | None:
+        since = self.since(lock)
+        return since and format_html("{}, {}", since, exact(lock.acquired_at))
+
+    @admin.display(description=gettext_lazy("remaining"))
+    def left_exact(self, lock: DistributedLock) -> SafeString | None:
+        left = self.left(lock)
+        return left and format_html("{}, {}", left, exact(lock.expires_at))
+
+    @admin.display(description=gettext_lazy("fencing token"))
+    def version_number(self, lock: DistributedLock) -> str:
+        return str(lock.version)
+
+    # History
+
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: Any = None
+    ) -> HttpResponse:
+        """Show the history of this key alone.
+
+        The log's column doesn't tell "Job" from "job" on MySQL and MariaDB.
+        """
+        response = super().history_view(request, object_id, extra_context)
+        if isinstance(response, TemplateResponse):
+            context: Any = response.context_data
+            page, key = context["action_list"], context["object"].pk
+            entries = [e for e in page.paginator.object_list if e.object_id == key]
+            context["action_list"] = Paginator(entries, 100).get_page(page.number)
+        return response

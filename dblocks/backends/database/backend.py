@@ -1,0 +1,308 @@
+"""The engine that keeps locks in a table of the database."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing
+from typing import Any, TypeVar
+
+from django.apps import apps
+from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+from django.db import (
+    DEFAULT_DB_ALIAS,
+    DatabaseError,
+    NotSupportedError,
+    connections,
+    router,
+)
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
+
+from ...exceptions import LeaseLost
+from ..base import BaseBackend, Gate, Renewer
+from ..values import Grant, Granted, Reading, Renewal, Renewed, Request
+from . import checks, dialects, row_locks, session_locks, table, transactions
+from .connections import (
+    can_write,
+    close,
+    pin_connection,
+    run,
+    separate_connection,
+    warn_of_snapshot,
+)
+
+T = TypeVar("T")
+
+
+class DatabaseBackend(BaseBackend):
+    """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
+
+    Option ``using``: the database alias; by default the router's for writing. Option
+    ``session_locks``: ``False`` where the server's session locks can't be relied on
+    (behind a pooler that gives each transaction another session); by default that is
+    found out as far as it can be.
+    """
+
+    has_guard = True
+    has_table = True
+    option_names = frozenset({"using", "session_locks"})
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        if not isinstance(self.options.get("session_locks", True), bool):
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]['OPTIONS']: session_locks must be True or False, "
+                f"not {self.options['session_locks']!r}."
+            )
+        using = self.options.get("using")
+        if using is not None and using not in connections:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: there is no database {using!r} in DATABASES."
+            )
+        self._owed: dict[Grant, tuple[object, Renewal, Callable[[str], object]]] = {}
+        #: The keys that tests have asked for, with the connection and its block.
+        self._of_tests: dict[str, tuple[Connection, object]] = {}
+
+    @property
+    def using(self) -> str:
+        """The alias of the database that the locks are in."""
+        alias: str | None = self.options.get("using")
+        if alias is None and router.routers:
+            alias = router.db_for_write(apps.get_model("dblocks", "DistributedLock"))
+        return DEFAULT_DB_ALIAS if alias is None else alias
+
+    # The verbs
+
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        using = self.using
+        # Where autocommit is off by hand, nobody would see when to release.
+        transactions.transaction_is_open()
+        transactions.refuse_own_row_lock(using, request.key, certain=True)
+        if self._is_a_tests(request.key):
+            return Reading()
+        answer = self._run(self._take, request, patience=patience)
+        if transactions.in_test_case(connection := connections[using]):
+            self._of_tests[request.key] = connection, connection.atomic_blocks[0]
+        warn_of_snapshot(using)
+        if isinstance(answer, Reading) and answer.remaining <= 0:
+            transactions.refuse_own_row_lock(using, request.key)
+        return answer
+
+    def _take(
+        self, connection: Connection, doubtful: bool, request: Request
+    ) -> Granted | Reading:
+        if not request.queued and not self._has_session_locks(connection):
+            request.queued = True
+        if not request.at_once or dialects.of(connection).has_row_locks:
+            return table.take(connection, doubtful, request)
+        # The one writer may be at work for long; who is refused and won't wait is told
+        # by reading.
+        seen = table.read(connection, request.key) or Reading()
+        if seen.remaining > 0 and seen.owner != request.owner:
+            return seen
+        try:
+            with row_locks.busy_timeout(connection, _SHORT_WAIT):
+                return table.take(connection, doubtful, request)
+        except row_locks.WaitOver:
+            return seen
+
+    def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
+        return self._run(table.reenter, renewal, count, patience=patience)
+
+    def read(self, key: str) -> Reading | None:
+        return self._run(lambda c, _: table.read(c, key), writes=False)
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        def renew(connection: Connection, doubtful: bool) -> Renewed:
+            in_test = transactions.in_test_case(connection)
+            return table.renew(connection, renewals, overdue=in_test)
+
+        return run(self.using, renew)
+
+    def release(
+        self, grant: Grant, *, count: int | None, deadline: float, patience: float
+    ) -> bool:
+        return self._run(table.release, grant, count, deadline, patience=patience)
+
+    def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        return run(
+            self.using, operation, *arguments, catch_up=self._catch_up, **options
+        )
+
+    # Queueing
+
+    def _has_session_locks(self, connection: Connection) -> bool:
+        wanted: bool = self.options.get("session_locks", True)
+        return wanted and session_locks.available(connection)
+
+    def gate(self, key: str) -> Gate | None:
+        connection = connections[self.using]
+        if not self._has_session_locks(connection):
+            return None
+        shortest = dialects.of(connection).shortest_queueing
+        return session_locks.SessionLock(self.using, key, shortest)
+
+    @property
+    def is_local(self) -> bool:  # type: ignore[override]
+        return not dialects.of(connections[self.using]).has_row_locks
+
+    def renewal_session(self) -> AbstractContextManager[Renewer]:
+        return closing(_DatabaseRenewalSession(self.using))
+
+    # The caller's transactions
+
+    def is_in_database(self, using: str) -> bool:
+        return using == self.using
+
+    def can_write(self) -> bool:
+        return can_write(self.using)
+
+    def guard(self, grant: Grant, using: str | None) -> None:
+        if using is not None and using != self.using:
+            raise NotSupportedError(
+                f"The lock {grant.key!r} is in the database {self.using!r} and can't "
+                f"be guarded in a transaction on {using!r}. Use atomic=True, or a "
+                f"FencedModel."
+            )
+        connection = connections[self.using]
+        if not transactions.in_transaction(connection):
+            if transactions.transaction_is_open():
+                raise NotSupportedError(
+                    f"The lock {grant.key!r} is in the database {self.using!r}, where "
+                    f"no transaction is open, and can't be guarded in one on another "
+                    f"database. Use atomic=True, or a FencedModel."
+                )
+            raise TransactionManagementError(
+                f"guard() needs an open transaction on the database {self.using!r}: "
+                f"call it inside transaction.atomic(), or use atomic=True."
+            )
+        self._verify(connection, grant)
+
+    def guard_commits(self, grant: Grant, aliases: Sequence[str]) -> None:
+        connection = connections[self.using]
+        # Of several databases the first commits last.
+        last = self.using not in aliases or self.using == aliases[0]
+        can_pin = dialects.of(connection).has_row_locks
+        if transactions.in_test_case(connection) or (
+            connection.in_atomic_block and (last or not can_pin)
+        ):
+            self._verify(connection, grant)
+        else:
+            self._verify(pin_connection(self.using), grant)
+
+    def _verify(self, connection: Connection, grant: Grant) -> None:
+        try:
+            current = table.pin(connection, grant)
+        except DatabaseError as error:
+            if not dialects.of(connection).is_stale_snapshot(error):
+                raise
+            current = False
+        if not current:
+            try:
+                seen = self.read(grant.key)
+            except DatabaseError:
+                seen = None
+            reason = (seen and seen.reason_for(grant)) or "taken"
+            raise LeaseLost(grant.key, fencing_token=grant.version, reason=reason)
+
+    # Checks
+
+    def check_configured(self) -> None:
+        connections[self.using]
+
+    def check_connection(
+        self, databases: Sequence[str] | None
+    ) -> Iterable[CheckMessage]:
+        if databases is None or self.using in databases:
+            yield from checks.check_connection(self)
+
+    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
+        if self.using in databases:
+            yield from checks.check_server(self)
+
+    # Tests
+
+    def test_connection(self) -> object:
+        connection = connections[self.using]
+        return connection if transactions.in_test_case(connection) else None
+
+    def is_in_test_case(self) -> bool:
+        return transactions.test_case_is_open(self.using)
+
+    def owe(
+        self, connection: object, renewal: Renewal, lost: Callable[[str], object]
+    ) -> None:
+        self._owed[renewal.grant] = connection, renewal, lost
+
+    def _is_a_tests(self, key: str) -> bool:
+        """Tell whether a key's row may be in the transaction of another thread's test.
+
+        To insert it would be to wait for the end of the test.
+        """
+        if key not in self._of_tests:
+            return False
+        connection, block = self._of_tests[key]
+        blocks = connection.atomic_blocks
+        if blocks and blocks[0] is block:
+            return connection is not connections[self.using]
+        self._of_tests.pop(key, None)
+        return False
+
+    def _catch_up(self, connection: Connection) -> None:
+        """Renew what is owed on a test's connection: nobody else sees its rows."""
+        due = [g for g, owed in list(self._owed.items()) if owed[0] is connection]
+        owed = {grant: self._owed.pop(grant) for grant in due}
+        renewals = [renewal for _, renewal, _ in owed.values()]
+        outcome = table.renew(connection, renewals, overdue=True)
+        for grant, reason in outcome.lost.items():
+            owed[grant][2](reason)
+
+    def move_clock(self, seconds: float) -> None:
+        run(self.using, table.make_older, seconds)
+
+    def clear(self) -> None:
+        locks = apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
+        for key in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
+            locks.force_release(key, by="dblocks.test", reason="cleared")
+
+
+class _DatabaseRenewalSession:
+    """Renews on a connection of its own, whose waits are short."""
+
+    def __init__(self, using: str) -> None:
+        self._using = using
+        self._connection: Connection | None = None
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        dialect = dialects.of(connections[self._using])
+        connection = self._connection
+        if connection is None:
+            connection = separate_connection(self._using, **dialect.short_waits)
+            self._connection = connection
+        give_up = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return table.renew(connection, renewals)
+            except Exception as error:
+                if not dialect.is_transient(error):
+                    self.close()
+                    raise
+                if dialect.has_row_locks or time.monotonic() >= give_up:
+                    raise
+                # SQLite's own wait looks ever more seldom, ten times a second in the
+                # end, and never finds the gap between two writers at work.
+                time.sleep(random.uniform(0.001, 0.005))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            close(self._connection)
+            self._connection = None
+
+
+#: Seconds for which one that won't wait for a key waits for SQLite's one writer.
+_SHORT_WAIT = 0.5
+#: Seconds for which a renewal tries to get at SQLite's one writer's lock.
+_PATIENCE = 1.0

@@ -1,0 +1,319 @@
+"""The connection that a lock operation runs on.
+
+Lock operations never run in a transaction of the caller's: they would be seen by
+nobody until its commit, undone by its rollback, and blind behind its snapshot. Where
+the thread's connection is in autocommit, it serves; inside ``atomic()`` there is a
+second one beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from django.db import DatabaseError, Error, InterfaceError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
+
+from . import dialects, transactions
+
+logger = logging.getLogger("dblocks")
+
+T = TypeVar("T")
+
+
+class ReplyLost(DatabaseError):
+    """The statement was carried out, and its reply can't be trusted."""
+
+
+class _Beside(dict[str, Connection]):
+    """A thread's connections beside its transactions, closed when the thread ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # A forked child drops the other threads', which are their parent's.
+        if self._pid == os.getpid():
+            for connection in self.values():
+                close(connection)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.beside = _Beside()
+        #: Raw connections of Django's that are dead or the parent process's.
+        self.unusable: dict[str, object] = {}
+        #: Connections whose transactions pin rows until the caller's have ended.
+        self.pins: dict[str, Connection] = {}
+        #: This thread is dblocks' own: nothing runs on Django's connections.
+        self.is_own = False
+        #: The connections on which an operation of this thread is under way. Code
+        #: that runs in the middle of it, a signal handler's, needs another.
+        self.busy: list[Connection] = []
+
+
+_thread = _Thread()
+
+#: Every open connection of dblocks' own in this process. After a fork the child must
+#: not let go of one: to deallocate it would end the parent's session.
+_open: set[Connection] = set()
+_inherited: list[object] = []
+
+
+def separate_connection(alias: str, **limits: int) -> Connection:
+    """Return a new connection to a database, outside Django's and outside any pool.
+
+    Of a driver option that is in ``limits`` and in the settings the smaller holds.
+    """
+    # Not connections.create_connection(): a copy follows the test database.
+    connection: Connection = connections[alias].copy()
+    options = connection.settings_dict["OPTIONS"]
+    options.pop("pool", None)
+    for name, limit in limits.items():
+        options[name] = min(int(options.get(name) or limit), limit)
+    # Its thread may end before it is closed.
+    connection.inc_thread_sharing()
+    _open.add(connection)
+    return connection
+
+
+def close(connection: Connection) -> None:
+    """Close a connection of dblocks' own."""
+    _open.discard(connection)
+    try:
+        connection.close()
+    except Error:
+        logger.debug("closing failed database=%s", connection.alias, exc_info=True)
+
+
+def run_apart() -> None:
+    """Keep what this thread, dblocks' own, asks off Django's connections and pools."""
+    _thread.is_own = True
+
+
+def pin_connection(alias: str) -> Connection:
+    """Return a connection in a transaction that ends after this thread's last one."""
+    connection = _thread.pins.get(alias)
+    if connection is None:
+        connection = _thread.pins[alias] = separate_connection(alias)
+        transactions.at_end(transactions.UNPIN, partial(_unpin, alias))
+        connection.ensure_connection()
+        connection.set_autocommit(
+            False, force_begin_transaction_with_broken_autocommit=True
+        )
+    return connection
+
+
+def _unpin(alias: str) -> None:
+    connection = _thread.pins.pop(alias, None)
+    if connection is not None:
+        # Django doesn't close what is in memory.
+        with suppress(Error):
+            connection.rollback()
+        close(connection)
+
+
+def can_write(alias: str) -> bool:
+    """Tell whether a lock can be written beside what this thread has open."""
+    connection = connections[alias]
+    in_own = connection.in_atomic_block and not transactions.in_test_case(connection)
+    if not in_own and alias not in _thread.pins:
+        # An event loop, which may not ask a server for its dialect, comes here.
+        return True
+    return dialects.of(connection).has_row_locks
+
+
+def _beside(alias: str) -> Connection:
+    beside = _thread.beside.get(alias)
+    if beside is None:
+        beside = _thread.beside[alias] = separate_connection(alias)
+        in_atomic = not _thread.is_own and connections[alias].in_atomic_block
+        if in_atomic and beside.settings_dict["CONN_MAX_AGE"] == 0:
+            transactions.at_end(transactions.CLOSE, partial(_discard, alias))
+        _close_together(connections[alias], _thread.beside)
+    return beside
+
+
+def _close_together(connection: Connection, beside: _Beside) -> None:
+    """Close the connection beside a thread's own whenever that is closed."""
+    if "close" in vars(connection):
+        return
+    alias, kind = connection.alias, type(connection)
+    its_own, all_beside = weakref.ref(connection), weakref.ref(beside)
+
+    def close_both() -> None:
+        own, others = its_own(), all_beside()
+        if own is None:
+            return
+        if others and alias in others and not own.in_atomic_block:
+            close(others.pop(alias))
+        kind.close(own)
+
+    connection.close = close_both  # type: ignore[method-assign]
+
+
+def _discard(alias: str) -> None:
+    connection = _thread.beside.pop(alias, None)
+    if connection is not None:
+        close(connection)
+
+
+def _discard_if_idle(alias: str, used: Connection) -> None:
+    """Close what served in the place of an unusable connection."""
+    idle = not _thread.is_own and not connections[alias].in_atomic_block
+    if idle and used is _thread.beside.get(alias):
+        _discard(alias)
+
+
+def _connection(alias: str, *, writes: bool) -> Connection:
+    if _thread.is_own:
+        return _beside(alias)
+    connection = connections[alias]
+    if writes and _thread.pins and not can_write(alias):
+        raise _one_writer()
+    if connection.in_atomic_block:
+        if transactions.in_test_case(connection):
+            return connection
+        if dialects.of(connection).has_row_locks:
+            return _beside(alias)
+        if not writes:
+            return connection
+        raise _one_writer()
+    if connection.connection is None:
+        connection.ensure_connection()
+    if not connection.autocommit:
+        raise TransactionManagementError(
+            f"Autocommit is off on the database {alias!r} without atomic(): a lock "
+            f"operation would join that transaction. Use transaction.atomic()."
+        )
+    if _thread.unusable:
+        if _thread.unusable.get(alias) is connection.connection:
+            return _beside(alias)
+        _thread.unusable.pop(alias, None)
+    return connection
+
+
+def _one_writer() -> TransactionManagementError:
+    return TransactionManagementError(
+        "SQLite has one writer: a lock can't be taken beside this open transaction. "
+        "Take the lock before the transaction, or keep the locks in a database file "
+        'of their own (OPTIONS={"using": …}).'
+    )
+
+
+def run(
+    alias: str,
+    operation: Callable[..., T],
+    *arguments: Any,
+    patience: float = 1.0,
+    writes: bool = True,
+    catch_up: Callable[[Connection], object] | None = None,
+) -> T:
+    """Run a lock operation outside the caller's transactions.
+
+    What the database asks to be repeated is repeated for ``patience`` seconds. After
+    a dropped connection that is done on one of dblocks' own; Django's is left as it
+    was found, because a new one would lack the session's settings in silence.
+
+    Args:
+        operation: Gets the connection, whether an earlier attempt may have been
+            carried out although its answer was lost, and the arguments.
+        writes: Whether it writes; reading is possible beside a SQLite transaction.
+        catch_up: Called before it inside a ``TestCase``.
+    """
+    give_up = time.monotonic() + patience
+    busy = _thread.busy
+    doubtful = False
+    while True:
+        connection = _connection(alias, writes=writes)
+        spare = None
+        if busy and connection in busy and dialects.of(connection).has_row_locks:
+            connection = spare = separate_connection(alias)
+        busy.append(connection)
+        try:
+            if catch_up is not None and connection.in_atomic_block:
+                catch_up(connection)
+            return operation(connection, doubtful, *arguments)
+        except (DatabaseError, InterfaceError) as error:
+            if isinstance(error, ReplyLost) and time.monotonic() < give_up:
+                doubtful = True
+            elif not _may_repeat(alias, connection, error, give_up):
+                raise
+            else:
+                doubtful = doubtful or dialects.known(connection).is_lost(error)
+            logger.debug("repeating database=%s error=%s", alias, error)
+        finally:
+            busy.remove(connection)
+            if spare is not None:
+                close(spare)
+            elif _thread.beside:
+                _discard_if_idle(alias, connection)
+        time.sleep(random.uniform(0.005, 0.03))
+
+
+def _may_repeat(
+    alias: str, connection: Connection, error: Exception, give_up: float
+) -> bool:
+    """Tell whether an operation is to be repeated; not on a connection that is dead."""
+    dialect = dialects.known(connection)
+    if connection.in_atomic_block or time.monotonic() >= give_up:
+        return False
+    if not dialect.is_lost(error):
+        return dialect.is_transient(error)
+    if connection.connection is None:
+        return False
+    if connection is connections[alias]:
+        _thread.unusable[alias] = connection.connection
+    elif connection is _thread.beside.get(alias):
+        _discard(alias)
+    return True
+
+
+_snapshots_warned: set[str] = set()
+
+
+def warn_of_snapshot(alias: str) -> None:
+    """Warn, once a database, of a lock that is taken inside a snapshot's transaction.
+
+    What such a transaction read before the lock was taken stays as old as that.
+    """
+    if alias not in _thread.beside or alias in _snapshots_warned:
+        return
+    connection = connections[alias]
+    if not transactions.in_transaction(connection):
+        return
+    level = dialects.of(connection).isolation(connection)
+    if level is not None:
+        _snapshots_warned.add(alias)
+        logger.warning(
+            "A lock is taken inside a transaction on the database %r at %s: what that "
+            "transaction has read before may be older than the lock. Take the lock "
+            "first.",
+            alias,
+            level.upper(),
+        )
+
+
+def _after_fork_in_child() -> None:
+    _inherited.extend([*_open, _thread.beside])
+    _open.clear()
+    _thread.__dict__.clear()
+    _thread.__init__()  # type: ignore[misc]
+    for connection in connections.all(initialized_only=True):
+        vars(connection).pop("close", None)
+        if connection.connection is not None:
+            _inherited.append(connection.connection)
+            _thread.unusable[connection.alias] = connection.connection
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,63 @@
+"""All that differs between databases: clocks, statements' shapes, errors, limits.
+
+One :class:`Dialect` for each kind of database. Nothing else in dblocks asks a
+connection for its vendor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import NotSupportedError
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from .base import FLOOR, TABLE, Dialect
+from .mysql import MariaDB, MySQL, SnapshotMariaDB
+from .postgresql import PostgreSQL
+from .sqlite import SQLite
+
+__all__ = ["FLOOR", "TABLE", "Dialect", "of"]
+
+_DIALECTS: dict[str, Dialect] = {"sqlite": SQLite(), "postgresql": PostgreSQL()}
+_servers: dict[tuple[str, str, str], Dialect] = {}
+
+
+def of(connection: Connection) -> Dialect:
+    """Return the dialect of a connection's database; asks each MySQL server once.
+
+    Raises:
+        NotSupportedError: dblocks can't keep locks in such a database.
+    """
+    known: Dialect | None = connection.__dict__.get("_dblocks_dialect")
+    if known is None:
+        known = connection.__dict__["_dblocks_dialect"] = _find(connection)
+    return known
+
+
+def known(connection: Connection) -> Dialect:
+    """Return the dialect for what went wrong, without asking a server."""
+    dialect: Dialect | None = connection.__dict__.get("_dblocks_dialect")
+    return dialect or _DIALECTS.get(connection.vendor) or MySQL()
+
+
+def _find(connection: Connection) -> Dialect:
+    if connection.vendor in _DIALECTS:
+        return _DIALECTS[connection.vendor]
+    if connection.vendor != "mysql":
+        raise NotSupportedError(
+            f"dblocks can't keep locks in {connection.display_name}: use MySQL, "
+            f"MariaDB, PostgreSQL or SQLite, or another backend of DBLOCKS."
+        )
+    settings = connection.settings_dict
+    server = (settings["ENGINE"], settings["HOST"], settings["PORT"])
+    if server not in _servers:
+        _servers[server] = _ask(connection)
+    return _servers[server]
+
+
+def _ask(connection: Any) -> Dialect:
+    if not connection.mysql_is_mariadb:
+        return MySQL()
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+        return SnapshotMariaDB() if cursor.fetchone() else MariaDB()

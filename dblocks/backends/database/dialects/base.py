@@ -1,0 +1,202 @@
+"""What a database must say of itself; where most agree, this says it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ...messages import warning
+
+TABLE = "dblocks_distributedlock"
+FLOOR = "dblocks_tokenfloor"
+
+
+class Dialect:
+    """What is true of most databases."""
+
+    name: str
+    #: Rows can be locked one by one; without, the database has one writer, and pruning
+    #: can't pass over the rows that are at work.
+    has_row_locks = True
+    #: ``UPDATE … RETURNING`` exists; without, the reply to a statement is kept on the
+    #: connection, where code that runs in between replaces it.
+    returns_rows = True
+    #: The server has locks that last as long as a session and are handed on in order.
+    has_session_locks = True
+    #: The shortest wait for a session lock, in seconds, that the server can count.
+    shortest_queueing = 0.0
+    #: Pruning rests that many times as long as each of its batches took.
+    prune_rests = 1
+    #: Moments have a time zone.
+    has_zones = False
+    #: A unique index on key and version lets the guard hold off take-overs alone.
+    has_guard_index = False
+    #: Driver options after whose seconds a silent server is given up by renewals.
+    short_waits: Mapping[str, int] = {}
+    #: What a check asks the driver's options for.
+    network_timeouts: tuple[str, ...] = ()
+    #: A collation under which text is equal only when its code points are.
+    exact_collation: str | None = None
+    #: A transaction's snapshot can hide a row as it is now from a locking read.
+    snapshots_hide_rows = False
+    #: A savepoint's rollback may leave rows locked.
+    keeps_row_locks = False
+    #: A locking read by range lets go of rows that turn out not to match.
+    frees_by_range = False
+
+    # Clocks
+
+    now: str
+    #: Takes a moment and seconds: the moment so many seconds later.
+    after: Callable[[str, str], str]
+    #: From the database's now to a moment; negative when past.
+    seconds_until: Callable[[str], str]
+
+    def utc(self, moment: str) -> str:
+        """A moment to be selected, without a time zone."""
+        return moment
+
+    # Statements
+
+    quote = '"{}"'
+    greatest = "GREATEST"
+    #: Before an update that must not wait for a row.
+    at_once = ""
+    insert_unless_there = "INSERT INTO {} ON CONFLICT DO NOTHING"
+    share = "FOR SHARE"
+    strength = "FOR UPDATE"
+    skip_locked = " FOR UPDATE SKIP LOCKED"
+    pin_prefix = ""
+    #: What follows the place of a value in a statement, by its type.
+    as_text = as_integer = as_seconds = ""
+
+    def column(self, name: str) -> str:
+        return self.quote.format(name)
+
+    def text(self, name: str) -> str:
+        return f"%({name})s{self.as_text}"
+
+    def integer(self, name: str) -> str:
+        return f"%({name})s{self.as_integer}"
+
+    def seconds(self, name: str) -> str:
+        return f"%({name})s{self.as_seconds}"
+
+    def next_version(self, version: str) -> str:
+        """A new version that the reply carries back."""
+        return version
+
+    def unlocked(self, condition: str) -> str:
+        """The condition, of rows that no transaction has locked."""
+        return condition
+
+    def yields(self, over: str, long_over: str) -> str:
+        """The key is free, and nobody queues for it, or they don't come."""
+        return over
+
+    def rows_in(self, columns: str, rows: list[str]) -> str:
+        """One of those rows of values."""
+        return f"({columns}) IN ({', '.join(rows)})"
+
+    def renew_unlocked(self, change: str, which: str, n: int) -> str:
+        """An update of at most ``n`` rows that passes over locked ones."""
+        return f"UPDATE {self.column(TABLE)} SET {change} WHERE {which}"
+
+    #: What a grant returns besides its version, for :meth:`note_session`.
+    session: tuple[str, ...] = ()
+
+    def note_session(self, connection: Connection, session: Any) -> None:
+        """Learn which session of the server a statement ran in."""
+
+    def cursor(self, connection: Connection) -> Any:
+        """Return a cursor for what runs again and again."""
+        return connection.cursor()
+
+    # Errors, and the codes that tell them
+
+    #: The database's own code of an error.
+    code: Callable[[BaseException], object]
+    transient: frozenset[object] = frozenset()
+    stale_snapshot: object
+    wait_over: frozenset[object] = frozenset()
+
+    def is_transient(self, error: BaseException) -> bool:
+        """Tell whether the database asks for the statement to be repeated."""
+        return self.code(error) in self.transient
+
+    def is_stale_snapshot(self, error: BaseException) -> bool:
+        """Tell whether the row changed behind the snapshot of the transaction."""
+        return self.code(error) == self.stale_snapshot
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Tell whether the error means that the connection is gone."""
+        return False
+
+    def is_wait_over(self, error: BaseException) -> bool:
+        """Tell whether a bounded wait for a row's lock ran out."""
+        return self.code(error) in self.wait_over
+
+    def means_taken(self, error: BaseException) -> bool:
+        """Tell whether an update that must not wait met a locked row."""
+        return False
+
+    # Sessions
+
+    def isolation(self, connection: Connection) -> str | None:
+        """The configured isolation level of transactions, if it isn't the lowest."""
+        return None
+
+    def session_isolation(self, connection: Connection) -> str | None:
+        """The isolation level of the session's transactions."""
+        return None
+
+    def bounded(
+        self, connection: Connection, limit: float | None
+    ) -> AbstractContextManager[str | None]:
+        """Bound how long a statement waits, in fractions of a second.
+
+        Yields the transaction's isolation level where that comes for nothing.
+        """
+        return nullcontext()
+
+    #: What a key's session lock is called.
+    session_lock_name: Callable[[Connection, str], str | int]
+
+    def has_relied_on_sessions(self, connection: Connection) -> bool:
+        """Tell whether session locks exclude others on this server."""
+        return True
+
+    #: Waits so many seconds for a session lock of that name; whether it was had.
+    take_session_lock: Callable[[Connection, str | int, float], bool]
+    #: Frees all of the session's: a wait that timed out may have been granted as well.
+    free_session_locks: str
+    #: Who waits for session locks: their names and numbers of waiters.
+    queues: str
+    #: Tries a native lock that needs no table; it ends with the connection.
+    try_migration_lock: Callable[[Connection], bool]
+
+    # Checks
+
+    def findings(self, connection: Connection) -> Iterator[CheckMessage]:
+        """Yield what is wrong with the server or the table."""
+        return iter(())
+
+    def check_collation(self, alias: str, collation: object) -> Iterator[CheckMessage]:
+        if collation != self.exact_collation:
+            yield warning(
+                "W003",
+                f"The key column in {alias!r} has the collation {collation!r}, under "
+                f"which different keys may be one lock.",
+                f"Change the column's collation to {self.exact_collation!r}.",
+            )
+
+
+@lru_cache(maxsize=1024)
+def digest(prefix: str, key: str) -> bytes:
+    return hashlib.sha256(f"{prefix}\0{key}".encode()).digest()

@@ -1,0 +1,195 @@
+"""What is different on MySQL and MariaDB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.db import InterfaceError
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ...messages import warning
+from .base import TABLE, Dialect, digest
+
+
+class MySQL(Dialect):
+    """MySQL; what MariaDB doesn't do differently holds for it too."""
+
+    name = "mysql"
+    returns_rows = False
+    short_waits = {"connect_timeout": 5, "read_timeout": 5, "write_timeout": 5}
+    network_timeouts = ("connect_timeout", "read_timeout", "write_timeout")
+    exact_collation = "utf8mb4_0900_bin"
+    now = "UTC_TIMESTAMP(6)"
+    quote = "`{}`"
+    # INSERT IGNORE would hide every other error as well.
+    insert_unless_there = "INSERT INTO {}"
+    # The spelling that MariaDB knows too.
+    share = "LOCK IN SHARE MODE"
+    # GET_LOCK() rounds its timeout to whole seconds, and half a second to none.
+    shortest_queueing = 1.0
+    oldest: tuple[int, ...] = (8, 0, 11)
+
+    def after(self, moment: str, seconds: str) -> str:
+        return f"({moment} + INTERVAL {seconds} SECOND)"
+
+    def seconds_until(self, moment: str) -> str:
+        return f"(TIMESTAMPDIFF(MICROSECOND, {self.now}, {moment}) / 1e6)"
+
+    def next_version(self, version: str) -> str:
+        return f"LAST_INSERT_ID({version})"
+
+    def unlocked(self, condition: str) -> str:
+        # A subquery on the table that is updated must be materialized.
+        table, key = self.column(TABLE), self.column("key")
+        rows = f"SELECT {key} FROM {table} WHERE {condition}{self.skip_locked}"
+        return f"{key} = (SELECT * FROM ({rows}) AS locked)"
+
+    def renew_unlocked(self, change: str, which: str, n: int) -> str:
+        # Only this shape never waits for a row. The optimizer must find the unlocked
+        # rows first and come to the others by the primary key, or it locks what it
+        # passes, and the LIMIT keeps the derived table from being merged, without
+        # SKIP LOCKED, into the update.
+        table, key = self.column(TABLE), self.column("key")
+        by_primary = f"{table} FORCE INDEX (PRIMARY)"
+        rows = f"SELECT {key} FROM {by_primary} WHERE {which} LIMIT {n}"
+        return (
+            f"UPDATE ({rows}{self.skip_locked}) AS `due` STRAIGHT_JOIN {by_primary} "
+            f"ON {table}.{key} = `due`.{key} SET {change}"
+        )
+
+    def yields(self, over: str, long_over: str) -> str:
+        return f"{over} AND ({long_over} OR IS_FREE_LOCK({self.text('gate')}))"
+
+    transient = frozenset({1020, 1205, 1213, 3058, 3572})
+    stale_snapshot = 1020
+    wait_over = frozenset({1205, 1969, 3024, 3572})
+    _LOST = frozenset({1053, 1927, 2006, 2013, 2014, 2055, 4031})
+
+    def code(self, error: BaseException) -> object:
+        return error.args[0] if error.args else None
+
+    def is_lost(self, error: BaseException) -> bool:
+        return isinstance(error, InterfaceError) or self.code(error) in self._LOST
+
+    def isolation(self, connection: Any) -> str | None:
+        level: str | None = connection.isolation_level or "repeatable read"
+        return level if level in {"repeatable read", "serializable"} else None
+
+    frees_by_range = True
+    keeps_row_locks = True
+
+    def session_isolation(self, connection: Any) -> str | None:
+        level: str | None = connection.isolation_level
+        if level is None:
+            with connection.cursor() as cursor:
+                # tx_isolation or transaction_isolation, by version.
+                cursor.execute("SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
+                level = str(cursor.fetchone()[-1]).lower().replace("-", " ")
+        return level
+
+    def bounded(
+        self, connection: Connection, limit: float | None
+    ) -> AbstractContextManager[str | None]:
+        if limit is None:
+            return nullcontext()
+
+        def execute_limited(
+            execute: Any, sql: str, params: Any, many: bool, context: Any
+        ) -> Any:
+            return execute(self.limited(sql, max(limit, 0.001)), params, many, context)
+
+        return connection.execute_wrapper(execute_limited)
+
+    def session_lock_name(self, connection: Connection, key: str) -> str:
+        # Of the whole server, at most 64 characters, and not case-sensitive.
+        database = str(connection.settings_dict["NAME"])
+        return f"dblocks:{digest(database, key).hex()[:40]}"
+
+    def has_relied_on_sessions(self, connection: Connection) -> bool:
+        # A Galera cluster doesn't replicate them.
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW VARIABLES LIKE 'wsrep_on'")
+            row = cursor.fetchone()
+        return row is None or row[1].upper() != "ON"
+
+    def take_session_lock(
+        self, connection: Connection, name: str | int, seconds: float
+    ) -> bool:
+        if self.shortest_queueing:
+            seconds = int(seconds)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT GET_LOCK(%s, %s)", [name, seconds])
+            return bool(cursor.fetchone()[0])
+
+    def try_migration_lock(self, connection: Connection) -> bool:
+        database = digest("migrate", str(connection.settings_dict["NAME"])).hex()
+        return self.take_session_lock(connection, f"dblocks{database[:40]}", 0)
+
+    free_session_locks = "SELECT RELEASE_ALL_LOCKS()"
+    queues = (
+        "SELECT REGEXP_SUBSTR(info, 'dblocks:[0-9a-f]{40}'), COUNT(*) "
+        "FROM information_schema.processlist WHERE state = 'User lock' GROUP BY 1"
+    )
+
+    def limited(self, sql: str, seconds: float) -> str:
+        """A ``SELECT`` that waits for no longer, in fractions of a second."""
+        hint = f"SELECT /*+ MAX_EXECUTION_TIME({max(1, round(seconds * 1000))}) */"
+        return sql.replace("SELECT", hint, 1)
+
+    def findings(self, connection: Any) -> Iterator[CheckMessage]:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT t.engine, c.collation_name FROM information_schema.tables t "
+                "JOIN information_schema.columns c USING (table_schema, table_name) "
+                "WHERE t.table_schema = DATABASE() AND t.table_name = %s "
+                "AND c.column_name = 'key'",
+                [TABLE],
+            )
+            engine, collation = cursor.fetchone()
+        if engine != "InnoDB":
+            yield warning(
+                "W002",
+                f"The lock table in {connection.alias!r} is kept by {engine}, which "
+                f"has no transactions.",
+                f"Run ALTER TABLE {TABLE} ENGINE=InnoDB.",
+            )
+        yield from self.check_collation(connection.alias, collation)
+        if connection.mysql_version < self.oldest:
+            yield warning(
+                "W007",
+                f"The server of {connection.alias!r} is too old for locks: "
+                f"{'.'.join(map(str, connection.mysql_version))}.",
+                "dblocks needs MariaDB 10.6 or MySQL 8.0.11 or newer (SKIP LOCKED).",
+            )
+
+
+class MariaDB(MySQL):
+    """MariaDB."""
+
+    name = "mariadb"
+    exact_collation = "utf8mb4_nopad_bin"
+    at_once = "SET STATEMENT innodb_lock_wait_timeout=0 FOR "
+    shortest_queueing = 0.0
+    oldest = (10, 6)
+
+    def unlocked(self, condition: str) -> str:
+        return condition
+
+    def means_taken(self, error: BaseException) -> bool:
+        return self.code(error) == 1205
+
+    def limited(self, sql: str, seconds: float) -> str:
+        return f"SET STATEMENT max_statement_time={seconds:.6f} FOR {sql}"
+
+
+class SnapshotMariaDB(MariaDB):
+    """MariaDB with ``innodb_snapshot_isolation``, which 11.6 switches on.
+
+    At REPEATABLE READ a locking read then fails where the row changed after the
+    snapshot, as a renewal changes it. The guard reads what is committed now.
+    """
+
+    pin_prefix = "SET STATEMENT innodb_snapshot_isolation=OFF FOR "

@@ -1,0 +1,217 @@
+"""What is different on PostgreSQL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.db import DatabaseError, InterfaceError, OperationalError, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from .base import TABLE, Dialect, digest
+
+try:
+    import psycopg
+except ImportError:
+    psycopg = None  # type: ignore[assignment]
+
+
+PREPARE_AFTER = 5
+"""Grants on one connection after which the server keeps the plans of what follows."""
+
+
+PLAN_GONE = frozenset({"26000", "0A000"})
+
+
+class _PreparingCursor:
+    """psycopg's cursor, whose statements the server parses and plans only once.
+
+    Django switches that off for the whole connection, because a pooler may give the
+    next transaction another session.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        # Not the connection's own kind, which binds values on the client.
+        self._cursor = psycopg.Cursor(raw)
+
+    def execute(self, sql: str, params: Any = None) -> Any:
+        before = self._raw.prepare_threshold
+        self._raw.prepare_threshold = 0
+        try:
+            return self._cursor.execute(sql, params, prepare=True)
+        except Exception as error:
+            if getattr(error, "sqlstate", None) in PLAN_GONE:
+                # Discarded, or made for columns of another type.
+                self._raw._dblocks_grants = -math.inf
+            raise
+        finally:
+            self._raw.prepare_threshold = before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cursor, name)
+
+
+class PostgreSQL(Dialect):
+    """PostgreSQL."""
+
+    name = "postgresql"
+    has_zones = True
+    has_guard_index = True
+    short_waits = {"connect_timeout": 5, "tcp_user_timeout": 5000}
+    network_timeouts = ("connect_timeout", "tcp_user_timeout")
+    exact_collation = "C"
+    # Not the transaction's clock: a lease that is taken two seconds into one would be
+    # two seconds short. All uses within one statement agree.
+    now = "STATEMENT_TIMESTAMP()"
+    # Conflicts only with an update of the columns of a unique index, of which the
+    # version is one here: take-overs wait and renewals don't.
+    strength = "FOR KEY SHARE"
+
+    def after(self, moment: str, seconds: str) -> str:
+        return f"({moment} + MAKE_INTERVAL(secs => {seconds}))"
+
+    def seconds_until(self, moment: str) -> str:
+        return f"EXTRACT(EPOCH FROM {moment} - {self.now})::double precision"
+
+    def utc(self, moment: str) -> str:
+        # A timestamptz arrives in the session's zone, ambiguous in the hour that
+        # daylight saving repeats.
+        return f"({moment} AT TIME ZONE 'UTC')"
+
+    # With server-side binding a parameter's type must be known.
+    as_text, as_integer, as_seconds = "::text", "::bigint", "::double precision"
+
+    def unlocked(self, condition: str) -> str:
+        table, key = self.column(TABLE), self.column("key")
+        return (
+            f"{key} = (SELECT {key} FROM {table} WHERE {condition}{self.skip_locked})"
+        )
+
+    def renew_unlocked(self, change: str, which: str, n: int) -> str:
+        table, key = self.column(TABLE), self.column("key")
+        # Not IN, which may become a join that runs the subquery again for each row.
+        rows = f"SELECT {key} FROM {table} WHERE {which} FOR NO KEY UPDATE SKIP LOCKED"
+        return f"UPDATE {table} SET {change} WHERE {key} = ANY(ARRAY({rows}))"
+
+    def yields(self, over: str, long_over: str) -> str:
+        # The session lock is taken for the moment of the statement, whose commit
+        # frees it. It must not be tried for a key that isn't free: hence the CASE.
+        free = f"PG_TRY_ADVISORY_XACT_LOCK({self.integer('gate')})"
+        return f"CASE WHEN {over} THEN {long_over} OR {free} ELSE FALSE END"
+
+    session = ("PG_BACKEND_PID()",)
+
+    def note_session(self, connection: Connection, session: Any) -> None:
+        raw: Any = connection.connection
+        if not hasattr(raw, "prepare_threshold"):
+            return
+        # Behind a pooler the driver has been told of another session than the one
+        # that the statement ran in, and the next may run in a third.
+        direct = session == raw.info.backend_pid
+        raw._dblocks_grants = getattr(raw, "_dblocks_grants", 0) + 1 if direct else 0
+
+    def cursor(self, connection: Any) -> Any:
+        connection.close_if_health_check_failed()
+        known = getattr(connection.connection, "_dblocks_grants", 0) >= PREPARE_AFTER
+        # Django logs statements with their values, of which a prepared one has none.
+        if not known or connection.queries_logged:
+            return connection.cursor()
+        return connection._prepare_cursor(_PreparingCursor(connection.connection))
+
+    transient = frozenset({"40001", "40P01", "55P03"}) | PLAN_GONE
+    stale_snapshot = "40001"
+    wait_over = frozenset({"55P03"})
+    _LOST = frozenset({"57P01", "57P02", "57P05", "25P03"})
+
+    def code(self, error: BaseException) -> str | None:
+        cause = error.__cause__
+        return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+
+    def is_lost(self, error: BaseException) -> bool:
+        state = self.code(error)
+        if state is not None:
+            return state in self._LOST or state.startswith("08")
+        # What libpq itself reports, about the connection, has no state.
+        return isinstance(error, (OperationalError, InterfaceError))
+
+    _LEVELS = {3: "repeatable read", 4: "serializable"}
+
+    def isolation(self, connection: Any) -> str | None:
+        level = getattr(connection, "isolation_level", None)
+        return None if level is None else self._LEVELS.get(int(level))
+
+    snapshots_hide_rows = True
+
+    def session_isolation(self, connection: Connection) -> str | None:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            return str(cursor.fetchone()[0])
+
+    @contextmanager
+    def bounded(
+        self, connection: Connection, limit: float | None
+    ) -> Iterator[str | None]:
+        milliseconds = 0 if limit is None else max(1, round(limit * 1000))
+        # The savepoint keeps the transaction usable after a wait that ran out, and
+        # going back to it undoes the setting.
+        with transaction.atomic(using=connection.alias):
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "SELECT current_setting('lock_timeout'), "
+                    "current_setting('transaction_isolation'), "
+                    "set_config('lock_timeout', %s, true)",
+                    [f"{milliseconds}ms"],
+                )
+                before, isolation, _ = cursor.fetchone()
+            yield isolation
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
+
+    def session_lock_name(self, connection: Connection, key: str) -> int:
+        return int.from_bytes(digest("dblocks", key)[:8], "big", signed=True)
+
+    def take_session_lock(
+        self, connection: Any, name: str | int, seconds: float
+    ) -> bool:
+        milliseconds = max(1, round(seconds * 1000))
+        with connection.cursor() as cursor:
+            if getattr(connection, "_dblocks_timeout", None) != milliseconds:
+                cursor.execute(f"SET lock_timeout = {milliseconds}")
+                connection._dblocks_timeout = milliseconds
+            try:
+                cursor.execute("SELECT pg_advisory_lock(%s)", [name])
+            except DatabaseError as error:
+                if self.is_wait_over(error):
+                    return False
+                raise
+        return True
+
+    def try_migration_lock(self, connection: Connection) -> bool:
+        # A pooler may change the session between two transactions.
+        connection.ensure_connection()
+        connection.set_autocommit(False)
+        number = self.session_lock_name(connection, "migrate")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [number])
+            return bool(cursor.fetchone()[0])
+
+    free_session_locks = "SELECT pg_advisory_unlock_all()"
+    queues = (
+        "SELECT (classid::bigint << 32) | objid::bigint, COUNT(*) FROM pg_locks "
+        "WHERE locktype = 'advisory' AND objsubid = 1 AND NOT granted AND database = "
+        "(SELECT oid FROM pg_database WHERE datname = CURRENT_DATABASE()) GROUP BY 1"
+    )
+
+    def findings(self, connection: Connection) -> Iterator[CheckMessage]:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT collation_name FROM information_schema.columns "
+                "WHERE table_name = %s AND column_name = 'key' "
+                "AND table_schema = ANY (current_schemas(false))",
+                [TABLE],
+            )
+            yield from self.check_collation(connection.alias, cursor.fetchone()[0])

@@ -1,0 +1,306 @@
+"""Locking the row of a key in a transaction, on every database.
+
+The database's own queue does the waiting and the end of the transaction the release.
+Both forms exclude each other on the same key: whoever locks the row finds it free of
+a lease, and whoever wants a lease finds the row locked.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from django.apps import apps
+from django.db import OperationalError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
+
+from ...exceptions import LockTimeout
+from ...validation import RowWait
+from ..values import FOREVER, Reading
+from . import dialects, table, transactions
+from .connections import run
+from .expressions import UtcNow
+
+PATIENCE = 1.0
+"""Seconds for which a transaction of dblocks' own is begun anew if it must be."""
+
+LONGEST_PAUSE = 0.1
+"""Seconds between looks at a key that has been leased for long."""
+
+WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
+"""The isolation levels at which each statement sees what is committed."""
+
+
+class WaitOver(Exception):
+    """The database gave the row's lock to nobody in time."""
+
+
+class StaleSnapshot(OperationalError):
+    """The transaction sees the key's row as it was some time ago."""
+
+
+class _Wait:
+    """One caller's wait for a row."""
+
+    def __init__(self, key: str, how: RowWait) -> None:
+        self.key = key
+        self.how = how
+        self.started = time.monotonic()
+        self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.give_up - time.monotonic())
+
+    def pause(self, longest: float) -> None:
+        """Sleep between two looks at a lease, the longer the longer it has lasted."""
+        mean = min(max(0.005, (time.monotonic() - self.started) / 10), LONGEST_PAUSE)
+        pause = random.uniform(0.5, 1.5) * mean
+        time.sleep(min(pause, self.left, max(longest, 0.001)))
+
+    def refuse(self, seen: Reading | None) -> None:
+        """Raise that the key stayed taken, unless it is to be passed over."""
+        if not self.how.skip:
+            raise self.timed_out(seen)
+
+    def timed_out(self, seen: Reading | None) -> LockTimeout:
+        leased = seen if seen is not None and seen.remaining > 0 else Reading()
+        return LockTimeout(
+            self.key,
+            timeout=self.how.timeout,
+            holder=leased.holder,
+            note=leased.note,
+            acquired_at=leased.acquired_at,
+            retry_after=leased.remaining,
+        )
+
+
+def lock_row(using: str, key: str, how: RowWait) -> Any:
+    """Lock a key's row in the current transaction; ``None`` if it is passed over."""
+    connection = connections[using]
+    if not connection.in_atomic_block:
+        raise TransactionManagementError(
+            f"for_update({key!r}) locks a row until the end of a transaction: call it "
+            f"inside transaction.atomic(using={using!r})."
+        )
+    return _locked(connection, _Wait(key, how), fresh=False)
+
+
+def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
+    """Lock the row, and remember it; ``fresh``: the transaction was begun for it."""
+    if dialects.of(connection).has_row_locks:
+        row = _lock(connection, wait, fresh)
+    else:
+        row = _lock_sqlite(connection, wait)
+    if row is not None:
+        transactions.note_row_lock(connection.alias, wait.key)
+    return row
+
+
+@contextmanager
+def own_transaction(connection: Connection, key: str, how: RowWait) -> Iterator[Any]:
+    """A transaction that begins with the key's row locked."""
+    begin = _begin if dialects.of(connection).has_row_locks else _begin_sqlite
+    with ExitStack() as block:
+        yield begin(connection, _Wait(key, how), block)
+
+
+# Databases with row locks
+
+
+def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
+    patience = max(wait.give_up, wait.started + PATIENCE)
+    while True:
+        with ExitStack() as attempt:
+            attempt.enter_context(transaction.atomic(using=connection.alias))
+            try:
+                row = _locked(connection, wait, fresh=True)
+            except OperationalError as error:
+                # The snapshot is older than what the last holder wrote. Nothing was
+                # done in this transaction yet: another one begins.
+                stale = dialects.of(connection).is_stale_snapshot(error)
+                if not (stale or isinstance(error, StaleSnapshot)):
+                    raise
+                if time.monotonic() >= patience:
+                    raise wait.timed_out(None) from error
+            else:
+                block.enter_context(attempt.pop_all())
+                return row
+
+
+def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
+    unseen = 0
+    while True:
+        # By reading, on another connection: a leased row must never stay locked, or
+        # its holder could not renew it.
+        seen = run(connection.alias, _look, wait.key, not unseen)
+        if seen is None:
+            # Gone while it was queued for. InnoDB may have locked the gap that it left
+            # for this transaction, and nobody else could make it again.
+            if fresh:
+                raise StaleSnapshot(f"The row of the lock {wait.key!r} was deleted.")
+            table.ensure_row(connection, wait.key)
+            seen = Reading()
+        if seen.remaining > 0:
+            if not wait.left:
+                return wait.refuse(seen)
+            wait.pause(seen.remaining)
+            continue
+        try:
+            row = _select(connection, wait, mark=fresh)
+        except WaitOver:
+            if wait.left and not wait.how.skip:
+                continue
+            return wait.refuse(seen)
+        if row is not None:
+            return row
+        if wait.how.skip and (
+            not dialects.of(connection).snapshots_hide_rows
+            or _rows(connection).filter(key=wait.key, expires_at__lte=UtcNow()).exists()
+        ):
+            return None
+        unseen += 1
+        if unseen > 1 or wait.how.skip:
+            _refuse_stale_snapshot(connection, wait, seen)
+        wait.pause(0.001)
+
+
+def _look(
+    connection: Connection, doubtful: bool, key: str, make: bool
+) -> Reading | None:
+    """Read a key, whose row is made if there is none: pruning may have deleted it."""
+    while True:
+        seen = table.read(connection, key)
+        if seen is not None or not make:
+            return seen
+        table.ensure_row(connection, key)
+
+
+def _rows(connection: Connection) -> Any:
+    return apps.get_model("dblocks", "DistributedLock").objects.using(connection.alias)
+
+
+def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
+    """Lock the row if it is free of a lease; ``None`` if it isn't, or can't be seen.
+
+    Where transactions have snapshots, a ``mark`` sees to it that PostgreSQL refuses the
+    row to the next one if its snapshot is older than this one's commit.
+    """
+    key, skip, left = wait.key, wait.how.skip, wait.left
+    nowait = left == 0 and not skip
+    keys = [key]
+    dialect = dialects.of(connection)
+    if dialect.frees_by_range and (
+        dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
+    ):
+        # By range, InnoDB lets go of a row that turns out not to match; "key = …"
+        # keeps it locked. With snapshots it keeps both, and the gap behind the row.
+        keys.append(f"{key}\0")
+    free = _rows(connection).filter(key__in=keys, expires_at__lte=UtcNow())
+    rows = free.select_for_update(nowait=nowait, skip_locked=skip)
+    limit = None if nowait or skip or left > 86400 else left
+    try:
+        with dialect.bounded(connection, limit) as isolation:
+            row = next(iter(rows), None)
+            if mark and row is not None and isolation not in WITHOUT_SNAPSHOT:
+                table.touch(connection, key)
+            return row
+    except OperationalError as error:
+        if dialect.is_wait_over(error):
+            raise WaitOver from error
+        raise
+
+
+def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:
+    """Raise if the row will never be seen free in this transaction."""
+    dialect = dialects.of(connection)
+    isolation = dialect.session_isolation(connection)
+    if isolation in WITHOUT_SNAPSHOT:
+        return
+    if dialect.snapshots_hide_rows:
+        raise StaleSnapshot(
+            f"The row of the lock {wait.key!r} changed after this transaction's "
+            f"snapshot ({isolation}) was taken, which therefore can't lock it. Take "
+            f"the lock before the transaction reads anything."
+        )
+    # A lease was granted in the same instant, and InnoDB keeps its row locked here.
+    transaction.set_rollback(True, using=connection.alias)
+    raise wait.timed_out(seen)
+
+
+# SQLite, which has no row locks
+
+
+def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
+    """Begin a transaction that has the write lock and finds the key free.
+
+    The wait for a lease is over before the transaction begins: inside, it would keep
+    the holder from releasing.
+    """
+    once = _Wait(wait.key, RowWait(0.0, skip=True))
+    while True:
+        seen = run(connection.alias, _look, wait.key, False) or Reading()
+        left = wait.left
+        if seen.remaining <= 0:
+            with ExitStack() as attempt:
+                try:
+                    with busy_timeout(connection, left):
+                        attempt.enter_context(transaction.atomic(connection.alias))
+                except WaitOver:
+                    return wait.refuse(seen)
+                row = _locked(connection, once, fresh=True)
+                if row is not None:
+                    block.enter_context(attempt.pop_all())
+                    return row
+        if left == 0:
+            return wait.refuse(seen)
+        wait.pause(LONGEST_PAUSE)
+
+
+def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
+    """Take the database's only write lock, in the transaction that is open."""
+    key = wait.key
+    while (seen := table.read(connection, key) or Reading()).remaining > 0:
+        if not wait.left:
+            break
+        wait.pause(seen.remaining)
+    try:
+        with busy_timeout(connection, wait.left):
+            table.ensure_row(connection, key)
+            table.touch(connection, key)
+    except WaitOver:
+        return wait.refuse(None)
+    seen = table.read(connection, key) or Reading()
+    if seen.remaining > 0:
+        return wait.refuse(seen)
+    return _rows(connection).get(pk=key)
+
+
+@contextmanager
+def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
+    """Bound how long SQLite waits for its write lock; running out is ``WaitOver``."""
+    started = time.monotonic()
+    before = _set_busy_timeout(connection, limit)
+    dialect = dialects.of(connection)
+    try:
+        yield
+    except OperationalError as error:
+        waited = time.monotonic() - started >= 0.9 * limit
+        snapshot = dialect.is_stale_snapshot(error)
+        if snapshot or not waited or not dialect.is_transient(error):
+            raise
+        raise WaitOver from error
+    finally:
+        _set_busy_timeout(connection, before)
+
+
+def _set_busy_timeout(connection: Connection, seconds: float) -> float:
+    connection.ensure_connection()
+    raw: Any = connection.connection
+    before: float = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
+    raw.execute(f"PRAGMA busy_timeout = {min(round(seconds * 1000), 2**31 - 1)}")
+    return before

@@ -1,0 +1,216 @@
+"""Gates made of the server's session locks: ``GET_LOCK`` and advisory locks.
+
+The server frees them when the session ends, so a waiter that dies leaves nothing
+behind. They say who may look, never who holds: the row does.
+
+A session lock can only be freed by the session that took it, so each gate has a
+connection of its own while it is queued for or held; idle ones are kept for the next.
+Nothing here may wait for another thread: the garbage collector or a signal handler may
+run any of it in the middle of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from django.db import DatabaseError, InterfaceError
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ..base import Gate, GateClosed
+from . import dialects, transactions
+from .connections import close, separate_connection
+
+logger = logging.getLogger("dblocks")
+
+MAX_GATES = 32
+"""Connections that a process opens for gates; waiters beyond them do without."""
+
+KEPT_IDLE = 2.0
+"""Seconds for which an unused connection waits for the next waiter."""
+
+
+class Connections:
+    """The connections that the gates of this process stand on."""
+
+    def __init__(self) -> None:
+        self._idle: deque[tuple[float, Connection]] = deque()
+        self._places = deque(range(MAX_GATES))
+        self._tidying = threading.Lock()
+
+    def take(self, alias: str) -> Connection:
+        """Return a connection, or raise ``GateClosed`` when there are too many."""
+        for _ in range(len(self._idle)):
+            try:
+                since, connection = self._idle.pop()
+            except IndexError:
+                break
+            if connection.alias == alias:
+                return connection
+            self._idle.appendleft((since, connection))
+        try:
+            self._places.pop()
+        except IndexError:
+            raise GateClosed from None
+        new = None
+        try:
+            new = separate_connection(alias)
+            new.ensure_connection()
+            if not dialects.of(new).has_relied_on_sessions(new):
+                _without.add(alias)
+                raise GateClosed
+        except BaseException:
+            self.drop(new)
+            raise
+        return new
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection without locks for the next gate."""
+        self._idle.append((time.monotonic(), connection))
+        self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        if self._tidying.acquire(blocking=False):
+            timer = threading.Timer(KEPT_IDLE, self._tidy)
+            timer.daemon, timer.name = True, "dblocks-idle"
+            try:
+                timer.start()
+            except BaseException as error:
+                self._tidying.release()
+                if not isinstance(error, RuntimeError):
+                    raise
+
+    def _tidy(self) -> None:
+        self._tidying.release()
+        self.close_idle(KEPT_IDLE / 2)
+        if self._idle:
+            self._tidy_later()
+
+    def drop(self, connection: Connection | None) -> None:
+        """Close a connection, and with it free whatever it has locked."""
+        self._places.append(0)
+        if connection is not None:
+            close(connection)
+
+    def close_idle(self, older_than: float = 0.0) -> None:
+        """Close what has been idle for so many seconds."""
+        since = time.monotonic() - older_than
+        for _ in range(len(self._idle)):
+            try:
+                at, connection = self._idle.popleft()
+            except IndexError:
+                return
+            if at <= since:
+                self.drop(connection)
+            else:
+                self._idle.append((at, connection))
+
+
+pool = Connections()
+os.register_at_fork(after_in_child=pool.__init__)  # type: ignore[misc]
+
+
+_without: set[str] = set()
+"""The databases whose session locks can't be relied on."""
+
+
+def available(connection: Connection) -> bool:
+    """Tell, without asking the database, whether there may be gates on it."""
+    return (
+        dialects.of(connection).has_session_locks
+        and connection.alias not in _without
+        # Django's setting for poolers that give each transaction another session.
+        and not connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        and not transactions.in_test_case(connection)
+    )
+
+
+def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
+    """Return how many sessions queue for each key; nothing if nobody is known to.
+
+    The first of each queue, who has the gate and looks at the row, is not counted.
+    On MySQL and MariaDB sessions of other users count only for who may see them.
+    """
+    if not available(connection):
+        return {}
+    dialect = dialects.of(connection)
+    with connection.cursor() as cursor:
+        cursor.execute(dialect.queues)
+        lengths = dict(cursor.fetchall())
+    names = {key: dialect.session_lock_name(connection, key) for key in keys}
+    return {key: lengths[name] for key, name in names.items() if name in lengths}
+
+
+class SessionLock(Gate):
+    """A gate for one key on one database."""
+
+    def __init__(self, alias: str, key: str, shortest: float) -> None:
+        self.shortest = shortest
+        self._alias, self._key = alias, key
+        self._mutex = threading.Lock()
+        self._connection: Connection | None = None
+        self._left = False
+        self._pid = os.getpid()
+
+    def enter(self, seconds: float) -> None:
+        with self._mutex:
+            if not self._left:
+                self._enter(seconds)
+        if self._left:
+            self.leave()
+
+    def _enter(self, seconds: float) -> None:
+        try:
+            if self._connection is None:
+                self._connection = pool.take(self._alias)
+            dialect = dialects.of(self._connection)
+            name = dialect.session_lock_name(self._connection, self._key)
+            self.held = dialect.take_session_lock(self._connection, name, seconds)
+        except (DatabaseError, InterfaceError) as error:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                pool.drop(connection)
+            logger.debug("no gate key=%r error=%s", self._key, error)
+            raise GateClosed from error
+
+    def leave(self) -> None:
+        self._left = True
+        if asyncio._get_running_loop() is not None:
+            with suppress(RuntimeError):
+                threading.Thread(target=self.leave, daemon=True).start()
+            return
+        # Whoever still queues in another thread cleans up afterwards.
+        if self._pid != os.getpid() or not self._mutex.acquire(blocking=False):
+            return
+        try:
+            connection, self._connection = self._connection, None
+            self.held = False
+            if connection is not None:
+                self._free(connection)
+        finally:
+            self._mutex.release()
+
+    def _free(self, connection: Connection) -> None:
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(dialects.of(connection).free_session_locks)
+                cursor.fetchone()
+        except (DatabaseError, InterfaceError) as error:
+            logger.debug("gate not freed key=%r error=%s", self._key, error)
+            pool.drop(connection)
+        except BaseException:
+            pool.drop(connection)
+            raise
+        else:
+            pool.give_back(connection)
+
+    def __del__(self) -> None:
+        if self._connection is not None and self._pid == os.getpid():
+            # Any thread may be running this, and at any moment.
+            threading.Thread(target=pool.drop, args=[self._connection]).start()

@@ -1,0 +1,177 @@
+"""The caller's transactions: which are open, and what is due when they have ended.
+
+Django has hooks for a commit alone, and drops them on rollback. ``Atomic`` is where
+every transaction begins and ends; it is wrapped once, when the app is ready.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
+
+from ...exceptions import LockError
+from . import dialects
+
+UNPIN, RELEASE, CLOSE = range(3)
+"""What is done first at a transaction's end: rows must be free to be written."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        #: How many ends of transactions are under way: a hook may have its own.
+        self.leaving = 0
+        #: What runs when the last open transaction has ended, by stage.
+        self.due: tuple[list[Callable[[], object]], ...] = ([], [], [])
+        #: Keys whose rows a transaction has locked, by database, and how many blocks
+        #: were open then.
+        self.row_locks: dict[tuple[str, str], int] = {}
+
+
+_thread = _Thread()
+os.register_at_fork(after_in_child=_thread.__init__)  # type: ignore[misc]
+
+_test_cases: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""The connections on which a ``TestCase`` has begun a transaction."""
+
+
+def in_test_case(connection: Connection) -> bool:
+    """Tell whether Django's ``TestCase`` wraps what runs on this connection."""
+    blocks: list[Any] = connection.atomic_blocks
+    return bool(blocks) and blocks[0]._from_testcase
+
+
+def test_case_is_open(alias: str) -> bool:
+    """Tell whether a ``TestCase`` wraps a connection to a database in any thread."""
+    return any(c.alias == alias and in_test_case(c) for c in list(_test_cases))
+
+
+def in_transaction(connection: Connection) -> bool:
+    """Tell whether the caller has a transaction open; a ``TestCase``'s isn't one."""
+    blocks: list[Any] = connection.atomic_blocks
+    return connection.in_atomic_block and not all(b._from_testcase for b in blocks)
+
+
+def transaction_is_open() -> bool:
+    """Tell whether this thread has a transaction open on any database.
+
+    Raises:
+        TransactionManagementError: Autocommit is off without ``atomic()``.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block and connection.commit_on_exit:
+            if in_transaction(connection):
+                return True
+        elif connection.connection is not None and not connection.autocommit:
+            raise TransactionManagementError(
+                f"Autocommit is off on the database {connection.alias!r} without "
+                f"atomic(): dblocks can't see where such a transaction ends, and a "
+                f"lock must be kept until then. Use transaction.atomic()."
+            )
+    return False
+
+
+def at_end(stage: int, function: Callable[[], object]) -> None:
+    """Call a function when the last open transaction of this thread has ended.
+
+    It is called again if an interrupt ends it: it must do its work once.
+    """
+    _thread.due[stage].append(function)
+
+
+def note_row_lock(alias: str, key: str) -> None:
+    """Remember that the open transaction has a key's row locked."""
+    _thread.row_locks[alias, key] = len(connections[alias].atomic_blocks)
+
+
+def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
+    """Raise if the open transaction has a key's row locked.
+
+    If ``certain``, not where a savepoint was rolled back: InnoDB may keep such rows.
+    """
+    depth = _thread.row_locks.get((alias, key))
+    if depth is not None and (depth or not certain):
+        raise LockError(
+            f"The row of the lock {key!r} is locked by this thread's own transaction: "
+            f"a lease on it would wait for itself. Use one form, distributed_lock or "
+            f"transaction_lock, not both."
+        )
+
+
+def watch() -> None:
+    """Learn of every transaction's end, by commit or by rollback."""
+    enter, leave = transaction.Atomic.__enter__, transaction.Atomic.__exit__
+    if hasattr(leave, "_dblocks"):
+        return
+
+    @functools.wraps(enter)
+    def watched_enter(self: Any) -> None:
+        enter(self)
+        if self._from_testcase:
+            _test_cases.add(transaction.get_connection(self.using))
+
+    @functools.wraps(leave)
+    def watched_leave(self: Any, exc_type: Any, exc: Any, traceback: Any) -> Any:
+        thread = _thread
+        outer = thread.leaving
+        try:
+            thread.leaving = outer + 1
+            return leave(self, exc_type, exc, traceback)
+        finally:
+            thread.leaving = outer
+            if thread.row_locks:
+                _forget_row_locks(transaction.get_connection(self.using), exc_type)
+            # The hooks of a commit run before the end of the outermost block.
+            if not outer:
+                _outermost_left(thread)
+
+    watched_leave._dblocks = True  # type: ignore[attr-defined]
+    transaction.Atomic.__enter__ = watched_enter  # type: ignore[method-assign]
+    transaction.Atomic.__exit__ = watched_leave  # type: ignore[method-assign]
+
+
+def _forget_row_locks(connection: Connection, exc_type: object) -> None:
+    depth, locks = len(connection.atomic_blocks), _thread.row_locks
+    for (alias, key), blocks in list(locks.items()):
+        if alias != connection.alias:
+            continue
+        if not in_transaction(connection):
+            locks.pop((alias, key), None)
+        elif blocks > depth and exc_type is None:
+            locks[alias, key] = depth
+        elif blocks > depth and dialects.of(connection).keeps_row_locks:
+            locks[alias, key] = 0
+        elif blocks > depth:
+            locks.pop((alias, key), None)
+
+
+def _outermost_left(thread: _Thread) -> None:
+    try:
+        if not any(thread.due) or transaction_is_open():
+            return
+    except TransactionManagementError:
+        return
+    due, thread.due = thread.due, ([], [], [])
+    _run_all([function for stage in due for function in stage])
+
+
+def _run_all(functions: list[Callable[[], object]]) -> None:
+    """Call each, also when one of them raises, and raise the first of the errors."""
+    first: BaseException | None = None
+    for function in functions:
+        try:
+            function()
+        except BaseException as error:
+            first = first or error
+            if not isinstance(error, Exception):
+                # An interrupt came before, in, or after it.
+                _run_all([function])
+    if first is not None:
+        raise first

@@ -1,0 +1,122 @@
+"""The values that travel between those who wait, those who hold and the engines.
+
+Durations are seconds; moments are of the local clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NamedTuple
+
+FOREVER = 10.0**9
+"""Seconds, some thirty years: the limit of what has none."""
+
+PINNED_GRACE = 0.25
+"""Seconds for which a key is tried again that is free but can't be had.
+
+A transaction may have it pinned, perhaps for an instant only; or others queue for it,
+and if they haven't taken it by then, they don't come.
+"""
+
+
+class Grant(NamedTuple):
+    """One grant of a key to an owner; ``version`` is the fencing token.
+
+    An engine without tokens has ``None`` there.
+    """
+
+    key: str
+    owner: str
+    version: int | None
+
+
+class Granted(NamedTuple):
+    """The answer to a request that was successful.
+
+    Attributes:
+        limit: No renewal moves the expiry beyond this many seconds from now.
+        again: The owner had the key already, by another thread or process.
+    """
+
+    grant: Grant
+    limit: float
+    again: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """What an owner asks for.
+
+    Attributes:
+        explicit: The owner's id was given by the caller and may hold the key already,
+            in another thread or process.
+        forfeits: Says, once, how many holds of a grant of that owner were lost here
+            and not given back.
+        queued: The caller has the key's gate; otherwise it yields to those that queue.
+        at_once: The caller won't wait.
+    """
+
+    key: str
+    owner: str
+    lease: float
+    max_hold: float = FOREVER
+    hold_at_least: float = 0.0
+    holder: str = ""
+    note: str = ""
+    explicit: bool = False
+    forfeits: Callable[[Grant], int] = lambda grant: 0
+    queued: bool = False
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was seen of a key that somebody has.
+
+    Attributes:
+        remaining: Seconds until the key is free by itself; 0 or less means that it is
+            free, and if an attempt failed all the same, that a transaction pins it.
+        limit: Seconds beyond which no renewal moves the expiry.
+    """
+
+    owner: str = ""
+    holder: str = ""
+    note: str = ""
+    version: int | None = None
+    acquired_at: datetime | None = None
+    remaining: float = 0.0
+    limit: float = FOREVER
+
+    def reason_for(self, grant: Grant) -> str | None:
+        """Return why a grant is no longer this key's, or ``None`` if it still is."""
+        if (self.owner, self.version) == (grant.owner, grant.version):
+            return None if self.remaining > 0 else "expired"
+        if self.version is None or grant.version is None:
+            return "taken" if self.owner else "expired"
+        if self.is_forced_from(grant):
+            return "forced"
+        return "taken" if self.version > grant.version else "expired"
+
+    def is_forced_from(self, grant: Grant) -> bool:
+        """Tell whether the grant was force-released, and nobody has had it since."""
+        if self.version is None or grant.version is None:
+            return False
+        # A force release is the only act that leaves no moment of acquisition.
+        return self.version == grant.version + 1 and self.acquired_at is None
+
+
+class Renewal(NamedTuple):
+    """A grant to be extended."""
+
+    grant: Grant
+    lease: float
+
+
+@dataclass(slots=True)
+class Renewed:
+    """What became of renewals. Those in neither set were busy: try again soon."""
+
+    extended: set[Grant] = field(default_factory=set)
+    lost: dict[Grant, str] = field(default_factory=dict)

@@ -1,0 +1,80 @@
+"""What can be decorated: refused where it is decorated, not when it is called."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType, FunctionType
+from typing import Any
+
+from asgiref.sync import iscoroutinefunction
+
+from ..conf import backends
+
+TASK_METHODS = ("apply_async", "delay", "enqueue", "send", "defer", "call_local")
+"""What the tasks of Celery, RQ, Django, dramatiq, procrastinate and Huey have."""
+
+
+def check_decoratable(function: Any, decorator: str, backend: str) -> None:
+    """Refuse what can't run under a lock of a backend.
+
+    Raises:
+        TypeError: A generator function, whose body would run after the lock was gone;
+            a class; a task object.
+        ImproperlyConfigured: The setting ``DBLOCKS`` lacks the backend.
+    """
+    name = name_of(function)
+    if isinstance(function, type):
+        raise TypeError(
+            f"@{decorator} can't decorate the class {name}: decorate a function, or "
+            f'a view class through method_decorator({decorator}(…), name="dispatch").'
+        )
+    if any(hasattr(function, method) for method in TASK_METHODS):
+        raise TypeError(
+            f"@{decorator} can't decorate the task {name}, which would stop being "
+            f"one: write @{decorator}(…) below the task's decorator."
+        )
+    if not callable(function):
+        raise TypeError(f"@{decorator} decorates functions, not {function!r}.")
+    if any(
+        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one)
+        for one in (function, _call_method(function))
+    ):
+        raise TypeError(
+            f"@{decorator} can't decorate the generator function {name}: its body "
+            f"would run after the lock was released. Take the lock inside it, with "
+            f"a with block, or lock the function that consumes it."
+        )
+    backends.check(backend)
+
+
+def is_async(function: Any) -> bool:
+    """Tell whether a call returns a coroutine."""
+    return iscoroutinefunction(function) or iscoroutinefunction(_call_method(function))
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name, for messages."""
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _call_method(function: Any) -> Any:
+    """Return what a call of an object runs, if that is Python code."""
+    return getattr(function, "__call__", None)  # noqa: B004
+
+
+def is_bare(key: object, caller: FrameType) -> bool:
+    """Tell whether ``key`` is the function under a decorator without parentheses.
+
+    A callable key looks the same but for this: the function that is being decorated
+    is being defined by the caller, where it has no name yet.
+    """
+    if isinstance(key, type):
+        return True
+    if not isinstance(key, FunctionType) or key.__name__ == "<lambda>":
+        return False
+    function = inspect.unwrap(key)
+    code = getattr(function, "__code__", None)
+    if not any(constant is code for constant in caller.f_code.co_consts):
+        return False
+    named = list(caller.f_locals.values())
+    return not any(value is key or value is function for value in named)

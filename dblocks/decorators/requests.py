@@ -1,0 +1,120 @@
+"""The transactions of a request, opened under its locks (``ATOMIC_REQUESTS``)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, transaction
+from django.http import HttpRequest
+
+from ..backends.database.transactions import in_transaction
+from .views import django_request
+
+if TYPE_CHECKING:
+    from ..leases import Lease
+
+
+class OwnTransactions(set[str]):
+    """Tells Django's handler to leave the request's transactions to the decorator.
+
+    As ``_non_atomic_requests`` on a view it contains every database. Its members are
+    those that the project itself excluded with ``non_atomic_requests``.
+    """
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+
+class RequestTransactions:
+    """The transactions of one request.
+
+    Attributes:
+        leases: The locks that its decorators hold, the outermost's first.
+        opened: A decorator has begun the transactions.
+    """
+
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self.opened = False
+
+    @classmethod
+    def of(cls, request: HttpRequest) -> RequestTransactions:
+        """Return the request's own, made when it is first asked for."""
+        attributes: dict[str, Any] = vars(django_request(request))
+        own: RequestTransactions = attributes.setdefault("_dblocks_transactions", cls())
+        return own
+
+    def due(self, request: HttpRequest, excluded: set[str]) -> list[str]:
+        """Return the databases on which Django left the transaction to us.
+
+        Args:
+            excluded: Those on which what is decorated wants none. With a decorator
+                of ours further inside, all: the innermost begins the transactions,
+                when all locks are taken.
+        """
+        match = request.resolver_match
+        mark = getattr(match and match.func, "_non_atomic_requests", None)
+        if self.opened or not isinstance(mark, OwnTransactions):
+            return []
+        by_project = set(mark)
+        return [
+            alias
+            for alias in _atomic_aliases()
+            if alias not in by_project and alias not in excluded
+        ]
+
+    @contextmanager
+    def under(self, aliases: list[str], lease: Lease) -> Iterator[None]:
+        """Begin transactions on some databases, run the view, guard, commit.
+
+        They commit only while all leases are held, those on the locks' own databases
+        last. A transaction that is marked for rollback isn't guarded: if none commits,
+        a loss is told when the lock is left.
+        """
+        self.leases.append(lease)
+        opened, self.opened = self.opened, self.opened or bool(aliases)
+        try:
+            order = sorted(aliases, key=self._has_no_lock)
+            with ExitStack() as blocks:
+                for alias in order:
+                    blocks.enter_context(transaction.atomic(using=alias))
+                yield
+                committing = [a for a in order if not connections[a].needs_rollback]
+                guarded = self.leases if committing else []
+                for one in guarded:
+                    one._guard_commits(committing)
+            for one in guarded:
+                one._committed = True
+        finally:
+            # The request may come again, from a middleware that tries twice.
+            self.opened = opened
+            self.leases.remove(lease)
+
+    def _has_no_lock(self, alias: str) -> bool:
+        return not any(lease._is_in_database(alias) for lease in self.leases)
+
+    def warn_if_late(self, name: str) -> None:
+        """Warn if Django began the request's transaction before the lock was taken."""
+        if self.opened:
+            return
+        late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
+        if late:
+            warnings.warn(
+                f"{name}: ATOMIC_REQUESTS began the transaction on {late[0]!r} before "
+                f"the lock is taken. The lock is kept until that transaction ends, but "
+                f"what was read before may be old, and the commit isn't guarded. "
+                f"Decorate the whole view (for a class method_decorator(…, "
+                f'name="dispatch")).',
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def _atomic_aliases() -> list[str]:
+    """Return the databases with ``ATOMIC_REQUESTS``."""
+    return [
+        alias for alias in connections if connections.settings[alias]["ATOMIC_REQUESTS"]
+    ]

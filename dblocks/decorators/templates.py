@@ -1,0 +1,222 @@
+"""Keys and notes, made from the arguments of a call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import string
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from .. import validation
+from ..exceptions import InvalidKey
+from .decoratable import name_of
+
+Text = str | Callable[..., str]
+"""What makes a key or a note: a ``str.format`` template, or a callable."""
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class CallTexts:
+    """The key and the note of each call of a function.
+
+    Raises:
+        TypeError: A field of a template is no parameter of the function.
+        InvalidKey: The key's template is malformed.
+        ValueError: The note's template is malformed.
+    """
+
+    def __init__(self, key: Text, note: Text, function: Any) -> None:
+        self._key, self._note = _Key(key), _Note(note)
+        self._signature: inspect.Signature | None = None
+        if self._key.fields or self._note.fields:
+            self._signature = _signature(function)
+            for maker in (self._key, self._note):
+                maker.check_fields(self._signature, name_of(function))
+
+    def make(self, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+        """Return the key and the note of a call."""
+        values: dict[str, Any] = {}
+        if self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            # What is in **kwargs counts under its own name too.
+            values = {**bound.kwargs, **bound.arguments}
+        return (
+            self._key.make(args, kwargs, values),
+            self._note.make(args, kwargs, values),
+        )
+
+
+def function_note(function: Any) -> str:
+    """Return the note for the calls of a function that was given none."""
+    # method_decorator() hands over a partial of the bound method.
+    inner: Any = function.func if isinstance(function, partial) else function
+    method = ""
+    if isinstance(inner, MethodType):
+        inner, method = inner.__self__, f".{inner.__name__}"
+    # The name of the function that as_view() makes tells nothing.
+    named = getattr(inner, "view_class", inner)
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
+    name = f"{named.__module__}.{named.__qualname__}{method}"
+    return clean_note(name.replace(".<locals>", ""))
+
+
+def clean_note(note: object) -> str:
+    """Return a note that was made, so that it can be stored.
+
+    It is for people and must not make the call fail: a long one is cut, and what no
+    database stores is replaced.
+    """
+    if not isinstance(note, str):
+        raise TypeError(f"note must be a str, not {note!r}")
+    cut = note[: validation.MAX_NOTE]
+    return re.sub("[\0\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", cut)
+
+
+class _Maker(string.Formatter):
+    """Makes the key, or the note, of each call.
+
+    Attributes:
+        fields: The names of the parameters that the template mentions.
+        literal: The text, if it is the same for all calls.
+    """
+
+    name: str
+    malformed: type[ValueError]
+    accept: Callable[[object], str]
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        trial = _Trial()
+        self.fields = trial.fields
+        self.literal: str | None = None
+        if isinstance(text, str):
+            try:
+                blank = trial.vformat(text, (), {})
+            except ValueError as error:
+                raise self.malformed(
+                    f"{self.name} is no str.format template: {text!r} ({error}); "
+                    f"write {{{{ and }}}} for braces"
+                ) from error
+            if not self.fields:
+                self.literal = self.accept(blank)
+        elif inspect.iscoroutinefunction(text):
+            raise TypeError(
+                f"{self.name}={text!r} is an async function: the {self.name} must be "
+                f"there before the lock is waited for. Give a plain function that "
+                f"returns it."
+            )
+
+    def make(self, args: Args, kwargs: Kwargs, values: dict[str, Any]) -> str:
+        """Return the text of a call, whose arguments by name are ``values``."""
+        if self.literal is not None:
+            return self.literal
+        if isinstance(self.text, str):
+            return self.accept(self.vformat(self.text, (), values))
+        return self.accept(self.text(*args, **kwargs))
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        try:
+            return kwargs[key]
+        except KeyError:
+            raise TypeError(
+                f"the {self.name}'s template has the field {{{key}}}, and the call has "
+                f"no argument of that name"
+            ) from None
+
+    def check_fields(self, signature: inspect.Signature, name: str) -> None:
+        """Raise ``TypeError`` for a field that no argument can fill."""
+        parameters = signature.parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        template = f"the {self.name}'s template {self.text!r}"
+        for field in sorted(self.fields):
+            if not field or field.isdigit():
+                raise TypeError(
+                    f"{template} has a positional field; name the parameters of "
+                    f"{name}() instead: {', '.join(parameters) or 'it has none'}"
+                )
+            if field not in parameters and not takes_any:
+                raise TypeError(
+                    f"{template} has the field {{{field}}}, which is no parameter of "
+                    f"{name}{signature}"
+                )
+
+
+class _Key(_Maker):
+    """Refuses ``None``: all calls without a value would share one lock."""
+
+    name = "key"
+    malformed = InvalidKey
+    accept = staticmethod(validation.key)
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        value, first = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise InvalidKey(
+                f"the field {{{field_name}}} of the key's template is None: all "
+                f"calls without a value would share one lock"
+            )
+        return value, first
+
+
+class _Note(_Maker):
+    """Says ``None``, whatever format the template gives it."""
+
+    name = "note"
+    malformed = ValueError
+    accept = staticmethod(clean_note)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "None" if value is None else super().format_field(value, format_spec)
+
+
+class _Trial(string.Formatter):
+    """Finds fault with a template alone, and the names that its fields begin with."""
+
+    def __init__(self) -> None:
+        self.fields: set[str] = set()
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        self.fields.add(str(key))
+        return _Anything()
+
+
+class _Anything:
+    """Has every attribute and every item, and can be formatted in every way."""
+
+    def __getattr__(self, name: str) -> _Anything:
+        return self
+
+    def __getitem__(self, name: object) -> _Anything:
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return ""
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return what a call of the function takes, below decorators that keep that."""
+    inner = inspect.unwrap(function, stop=_wraps_something_else)
+    if isinstance(inner, partial) and not inner.args and not inner.keywords:
+        return inspect.signature(inner.func)
+    return inspect.signature(inner, follow_wrapped=not hasattr(inner, "__wrapped__"))
+
+
+def _wraps_something_else(function: Any) -> bool:
+    """Tell whether ``__wrapped__`` takes other arguments than the function does.
+
+    method_decorator() hands over the bound method in a partial that claims to wrap the
+    unbound one; as_view() returns a function that claims to wrap what the view's
+    ``dispatch`` does.
+    """
+    if isinstance(function, partial):
+        return True
+    return hasattr(function, "view_class") and not hasattr(
+        function.__wrapped__, "view_class"
+    )

@@ -1,0 +1,1 @@
+"""What this process holds, for whom, until when, and who is told of a loss."""

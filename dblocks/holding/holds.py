@@ -1,0 +1,404 @@
+"""What this process holds: one :class:`Hold` a grant, shared by its leases.
+
+A hold is a small state machine: held, then released or lost for one reason, and
+nothing leads out of those. What looks at it changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from .. import clock
+from ..backends.base import BaseBackend, Gate
+from ..backends.values import FOREVER, Grant, Granted, Renewal
+from . import losses
+from .owners import Owner
+
+PATIENCE = 1.0
+"""Seconds for which passing faults are sat out where the caller's wait is shorter."""
+
+RELEASED = "released"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a grant is held; the outermost acquisition's rule. Seconds.
+
+    Attributes:
+        margin: How long before the database's expiry the lease counts as over.
+        interval: Between renewals.
+    """
+
+    lease: float
+    renew: bool = True
+    max_hold: float = FOREVER
+    hold_at_least: float = 0.0
+    margin: float = field(init=False)
+    interval: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "margin", margin(self.lease))
+        object.__setattr__(self, "interval", (self.lease - self.margin) / 3)
+
+
+terms = lru_cache(maxsize=256)(Terms)
+
+
+def margin(lease: float) -> float:
+    """Return how long before the database's expiry a lease counts as over."""
+    return min(max(0.1 * lease, 0.25), lease / 2)
+
+
+def nobody() -> None:
+    """Return nothing: nobody is about to make a lease."""
+
+
+class Hold:
+    """A grant that this process has.
+
+    Attributes:
+        by: Who acquired it first.
+        explicit: The owner's id was given by the caller, and may be in use in other
+            threads and processes as well.
+        sender: The sender of its signals.
+        started: Local clock before the request for it was sent.
+        limit: Local clock beyond which no renewal moves the deadline.
+        deadline: Local clock at which it counts as over, unless renewed before.
+        renew_at: Local clock of its next renewal.
+        failing: The last renewal failed, or has not come back.
+        counted: How many acquisitions are outstanding here.
+        written: How many of them the engine has counted.
+        promised: Who is about to make a lease of it, weakly.
+        leases: The leases that are open. Weak: what nothing refers to any more is not
+            renewed.
+        gate: The gate that it was queued for at, kept until it is released.
+        test_connection: The connection of a ``TestCase`` that it was granted on.
+        ref: What the registry knows it by.
+    """
+
+    def __init__(
+        self,
+        backend: BaseBackend,
+        granted: Granted,
+        terms: Terms,
+        sent: float,
+        *,
+        by: Owner,
+        explicit: bool,
+        note: str,
+        sender: type,
+        promised: Callable[[], object],
+    ) -> None:
+        self.backend = backend
+        self.grant = granted.grant
+        self.terms = terms
+        self.by = by
+        self.explicit = explicit
+        self.note = note
+        self.sender = sender
+        self.started = sent
+        self.limit = sent + granted.limit
+        self.failing = False
+        self.counted = 1
+        self.written = 1
+        self.promised = promised
+        self.leases: set[weakref.ref[Any]] = set()
+        self.gate: Gate | None = None
+        self.test_connection = backend.test_connection()
+        self.ref: weakref.ref[Hold] | None = None
+        self.callbacks: deque[tuple[weakref.ref[Any], Callable[[Any], object]]] = (
+            deque()
+        )
+        self.mutex = threading.RLock()
+        #: Filled once, by whoever ends it first: no mutex, for the timer's sake.
+        self._end: dict[str, list[str]] = {}
+        self.deadline = sent + min(terms.lease, granted.limit) - terms.margin
+        self.renew_at = sent + terms.interval if terms.renew else float("inf")
+
+    # What it is. These only look.
+
+    def is_live(self) -> bool:
+        """Tell whether it is held for all that is known here."""
+        return not self._end and self.counted > 0 and clock.monotonic() < self.deadline
+
+    def remaining(self) -> float:
+        """Seconds for which it is certain that nobody else can have the key."""
+        if self._end or not self.counted:
+            return 0.0
+        return max(0.0, self.deadline - clock.monotonic())
+
+    @property
+    def lost_reason(self) -> str | None:
+        """Why it is lost, or ``None``."""
+        end = self._end.get("as")
+        if end is not None:
+            return None if end[0] == RELEASED else end[0]
+        return self._overdue()
+
+    def _overdue(self) -> str | None:
+        if not self.counted or clock.monotonic() < self.deadline:
+            return None
+        return "backend" if self.failing else "expired"
+
+    def is_referred_to(self) -> bool:
+        """Tell whether one of its open leases is in use, or about to be made."""
+        if self.promised() is not None:
+            return True
+        return any(ref() is not None for ref in list(self.leases))
+
+    def renewal(self, lease: float | None = None) -> Renewal:
+        """Return what to ask for, by default one more lease."""
+        return Renewal(self.grant, self.terms.lease if lease is None else lease)
+
+    # What happens to it
+
+    def _ends(self, state: str) -> bool:
+        mine = [state]
+        return self._end.setdefault("as", mine) is mine
+
+    def lose(self, reason: str) -> None:
+        """Note that it is lost, once, and tell those who asked to be told."""
+        # A release that is under way finds out by itself.
+        if self.counted:
+            self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._ends(reason):
+            losses.tell(self, reason)
+            if self.explicit:
+                registry.note_forfeited(self, self.written)
+            registry.discard(self)
+            registry.freed(self.backend, self.grant.key)
+
+    def note_overdue(self) -> None:
+        """Note the loss if its time is over; what every verb does first."""
+        reason = None if self._end else self._overdue()
+        if reason is not None:
+            self.lose(reason)
+
+    def extend(self, sent: float, lease: float | None = None) -> bool:
+        """Note a renewal that was sent at ``sent``; too late it brings nothing back."""
+        if not self.is_live():
+            return False
+        lease = self.terms.lease if lease is None else lease
+        end = min(sent + lease, self.limit)
+        self.deadline = max(self.deadline, end - margin(lease))
+        self.failing = False
+        if self.terms.renew:
+            self.renew_at = sent + self.terms.interval
+        return True
+
+    def enter_again(
+        self, lease: float, patience: float, promised: Callable[[], object]
+    ) -> bool:
+        """Count one more acquisition by the owner; ``False`` if it isn't held.
+
+        Where that can't be written beside the caller's transaction it is only counted
+        here, as where a guard of that transaction has the row pinned.
+        """
+        with self.mutex:
+            if not self.is_live():
+                return False
+            self.counted += 1
+            self.promised = promised
+            if not self.backend.can_write():
+                return True
+            try:
+                sent = clock.monotonic()
+                renewal = self.renewal(lease)
+                count = None if self.explicit else self.counted
+                outcome = self.backend.reenter(renewal, count, patience)
+            except BaseException:
+                self.counted -= 1
+                raise
+            if self.grant in outcome.lost:
+                self.counted -= 1
+                self.lose(outcome.lost[self.grant])
+                return False
+            if self.grant in outcome.extended:
+                self.written = self.written + 1 if self.explicit else self.counted
+                if not self.extend(sent, lease):
+                    self.counted -= 1
+                    return False
+            return True
+
+    def release(self, committed: bool = False) -> bool:
+        """Give back one acquisition; whether it was held until now.
+
+        Args:
+            committed: A guard has found it current in a transaction that committed.
+
+        Raises:
+            DatabaseError: The engine is out of reach; the grant is left to lapse.
+        """
+        with self.mutex:
+            # A guard's verdict is final; a child's release is never its parent's.
+            final = committed and self._end.get("as") != ["forked"]
+            if not final:
+                self.note_overdue()
+            self.counted -= 1
+            if self.counted == 0:
+                registry.discard(self)
+            if self.lost_reason is not None and not final:
+                return False
+            if self.written <= self.counted:
+                return True
+            self.written -= 1
+            return self._write_release()
+
+    def _write_release(self) -> bool:
+        last = self.counted == 0
+        if self.explicit and self._end:
+            # Overdue, but guarded. Another of the owner's may have given it back.
+            forfeited = registry.take_forfeited(self.backend, self.grant)
+            if not forfeited:
+                return True
+            registry.note_forfeited(self, forfeited - 1)
+        try:
+            held = self.backend.release(
+                self.grant,
+                count=None if self.explicit else self.counted,
+                deadline=self.deadline,
+                patience=PATIENCE,
+            )
+        except BaseException:
+            if last:
+                self._ends(RELEASED)
+            raise
+        finally:
+            if last:
+                self.leave_gate()
+                registry.freed(self.backend, self.grant.key)
+        if not held:
+            self._lose(self.backend.reason(self.grant))
+        elif last:
+            self._ends(RELEASED)
+        return held
+
+    def forsake(self) -> None:
+        """Give it up without a word to the engine: it lapses."""
+        with self.mutex:
+            self.counted -= 1
+            if self.counted == 0:
+                registry.discard(self)
+                self._ends(RELEASED)
+
+    def keep_gate(self, gate: Gate | None) -> bool:
+        """Keep a gate until the release; ``False`` if it isn't needed."""
+        with self.mutex:
+            if gate is None or not gate.held or self.gate is not None:
+                return False
+            if self.counted > 1 or not self.is_live():
+                return False
+            self.gate = gate
+            return True
+
+    def leave_gate(self) -> None:
+        """Let the next waiter in, if this one queued."""
+        # Without the mutex, which a release that hangs may have: leaving twice is one.
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.leave()
+
+    def forget_parent(self) -> None:
+        """What a forked child does with its parent's."""
+        self.mutex = threading.RLock()
+        self._ends("forked")
+
+
+class Registry:
+    """The holds of this process.
+
+    The garbage collector and signal handlers may come in the middle of any of this: it
+    is made of single steps on dictionaries and sets.
+    """
+
+    def __init__(self) -> None:
+        #: What is to be done when a key may be free: those who wait set this.
+        self.freed: Callable[[BaseBackend, str], object] = lambda backend, key: None
+        # Kept by those who write the first of these, for an instant.
+        self._mutex = threading.RLock()
+        self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
+        self._all: set[weakref.ref[Hold]] = set()
+        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
+
+    def add(self, hold: Hold) -> None:
+        """Remember a hold; an older one of another grant has been overtaken."""
+        place = hold.backend, hold.grant.key
+        earlier = self.find(*place)
+        ref = hold.ref = weakref.ref(hold, self._all.discard)
+        self._all.add(ref)
+        outdated = None
+        if earlier is not None and earlier.is_live():
+            ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
+            # The answer to an earlier request may come later.
+            outdated = hold if theirs > ours else earlier
+        if outdated is not hold:
+            with self._mutex:
+                self._latest[place] = ref
+        if outdated is not None and earlier and earlier.grant != hold.grant:
+            outdated.lose("taken")
+
+    def watches(self, hold: Hold) -> bool:
+        """Tell whether a hold is still watched over."""
+        return hold.ref in self._all
+
+    def note_forfeited(self, hold: Hold, holds: int) -> None:
+        """Remember the holds of a lost grant, which the engine still counts.
+
+        Its explicit owner may take the key again before it is over there.
+        """
+        lost = hold.backend, hold.grant
+        others = self._forfeited.get(lost, (0, 0.0))[0]
+        self._forfeited[lost] = others + holds, hold.deadline + hold.terms.lease
+
+    def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
+        """Return how many holds of a grant were lost here, to be subtracted once."""
+        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
+
+    def forget(self, now: float) -> None:
+        """Forget what nothing refers to any more, and what is long over."""
+        with self._mutex:
+            for place, ref in list(self._latest.items()):
+                if ref() is None and self._latest.get(place) is ref:
+                    del self._latest[place]
+        for lost, (_, until) in list(self._forfeited.items()):
+            if until <= now:
+                self._forfeited.pop(lost, None)
+
+    def find(self, backend: BaseBackend, key: str) -> Hold | None:
+        """Return the latest hold on a key, live or not, if there is one."""
+        ref = self._latest.get((backend, key))
+        return None if ref is None else ref()
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to watch."""
+        return not self._all
+
+    def all(self) -> list[Hold]:
+        """Return all holds that are neither released nor lost."""
+        return [hold for ref in list(self._all) if (hold := ref()) is not None]
+
+    def discard(self, hold: Hold) -> None:
+        """Forget a hold; as the latest of its key it can still be found."""
+        if hold.ref is not None:
+            self._all.discard(hold.ref)
+
+    def after_fork_in_child(self) -> None:
+        """Count what the parent holds as lost."""
+        holds = self.all()
+        self._mutex = threading.RLock()
+        self._latest, self._all = {}, set()
+        for hold in holds:
+            hold.forget_parent()
+
+
+registry = Registry()
+os.register_at_fork(after_in_child=registry.after_fork_in_child)

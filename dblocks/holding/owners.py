@@ -1,0 +1,137 @@
+"""Who "I" am: the thread, the asyncio task, the call that asgiref makes for one.
+
+An :class:`Owner` is one line of execution. Its locks are re-entrant for it, and no
+other line of execution is ever mistaken for it: thread numbers are used again and
+context variables are copied into child tasks, so neither serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+from asgiref.sync import SyncToAsync
+
+
+def _describe_process() -> str:
+    return f"{socket.gethostname()} pid {os.getpid()}"
+
+
+_process = _describe_process()
+
+
+class Held(Protocol):
+    """What an owner remembers of a lease."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def _open(self) -> bool: ...
+
+
+class Owner:
+    """A line of execution, with its leases.
+
+    Attributes:
+        name: The thread's or the task's name, for people.
+        holder: Host, process, and that name.
+    """
+
+    __slots__ = ("__weakref__", "_leases", "holder", "name")
+
+    def __init__(self, name: str) -> None:
+        # A thread's name may hold what no text column takes.
+        self.name = name.encode(errors="replace").decode().replace("\0", "?")
+        self.holder = f"{_process} {self.name}"[:255]
+        self._leases: list[weakref.ref[Any]] = []
+
+    def add(self, lease: Held) -> None:
+        """Remember a lease as the innermost one."""
+        leases = self._leases
+        if leases:
+            leases = [ref for ref in leases if (it := ref()) is not None and it._open]
+        self._leases = [*leases, weakref.ref(lease)]
+
+    def leases(self, key: str | None = None) -> Iterator[Any]:
+        """Yield its open leases, of one key or of any, the innermost first."""
+        for ref in reversed(self._leases):
+            lease = ref()
+            if lease is not None and lease._open and key in (None, lease.key):
+                yield lease
+
+
+class _Thread(threading.local):
+    owner: Owner | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, Owner]] = []
+
+
+_thread = _Thread()
+_tasks: weakref.WeakKeyDictionary[asyncio.Task[object], Owner] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def current() -> Owner:
+    """Return the owner that the running code belongs to."""
+    # asyncio.current_task() raises where no loop is running, which takes longer.
+    loop = asyncio._get_running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    if task is not None:
+        owner = _tasks.get(task)
+        if owner is None:
+            owner = _tasks[task] = Owner(task.get_name())
+        return owner
+    if "task_context" in SyncToAsync.threadlocal.__dict__:
+        called = _asgiref_call()
+        if called is not None:
+            return called
+    if _thread.owner is None:
+        _thread.owner = Owner(threading.current_thread().name)
+    return _thread.owner
+
+
+def _asgiref_call() -> Owner | None:
+    """Return the owner for the ``sync_to_async`` call that is under way, if any.
+
+    asgiref's thread-local list names the latest call, also when that is over; only the
+    stack tells whether one is running.
+    """
+    running: list[object] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is SyncToAsync.thread_handler.__code__:
+            running.append(frame.f_locals["task_context"])
+        frame = frame.f_back
+    if not running:
+        _thread.calls.clear()
+        return None
+    _thread.calls = [
+        call for call in _thread.calls if any(call[0] is one for one in running)
+    ]
+    for call, owner in _thread.calls:
+        if call is running[0]:
+            return owner
+    owner = Owner(threading.current_thread().name)
+    _thread.calls.append((running[0], owner))
+    return owner
+
+
+def _forget_after_fork() -> None:
+    global _process
+    _process = _describe_process()
+    _thread.__dict__.clear()
+    _thread.__init__()  # type: ignore[misc]
+    _tasks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

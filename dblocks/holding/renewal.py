@@ -1,0 +1,262 @@
+"""Renewing leases in time, and noticing on time when they are lost.
+
+The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
+code, so that nothing can delay the news that a lease is over. Renewals are sent by a
+second thread, one for each backend that has something to renew, which takes all that
+are due together; one that hangs on a dead socket is given up and replaced once its
+leases are lost. Both linger for a while when there is nothing left to do: a thread
+started for each short lock costs more than the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterable
+
+from django.db import connections
+
+from .. import clock
+from ..backends.base import BaseBackend, Renewer
+from ..backends.values import Renewed
+from . import losses
+from .holds import Hold, registry
+
+logger = logging.getLogger("dblocks")
+
+LONGEST_SLEEP = 0.5
+"""Seconds after which the scheduler looks for holds that were forgotten."""
+
+LINGER = 2.0
+"""Seconds after which a scheduler that has nothing to watch ends."""
+
+
+class RenewalScheduler:
+    """Watches over the process's holds: their renewals and deadlines."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakes_at = 0.0
+        #: Something was watched since it last looked.
+        self._used = False
+        self._workers: dict[BaseBackend, _Worker] = {}
+
+    def watch(self, hold: Hold) -> None:
+        """Watch over a hold until it is released, lost or forgotten."""
+        registry.add(hold)
+        self._used = True
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
+        elif hold.renew_at < self._wakes_at or hold.deadline < self._wakes_at:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Look at the clock now; it was moved, or something became due."""
+        self._wakes.put(None)
+
+    def _start(self) -> None:
+        # Of two that are started at once, or one whose start was interrupted, the one
+        # that is named here goes on.
+        self._thread = threading.Thread(
+            target=self._run, name="dblocks-scheduler", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The interpreter is going down, or has no threads.
+            logger.warning("leases are not renewed: no thread can be started")
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        idle_since = clock.monotonic()
+        while self._thread is me:
+            now = clock.monotonic()
+            self._look(now)
+            if self._used or self._workers or losses.are_pending():
+                idle_since, self._used = now, False
+            elif not registry.is_empty():
+                idle_since = now
+            elif now - idle_since >= LINGER:
+                self._thread = None
+                # What was added in the meantime has seen a scheduler at work.
+                if registry.is_empty() or self._thread is not None:
+                    return
+                self._thread = me
+            self._sleep()
+
+    def _look(self, now: float) -> None:
+        """Tell what is lost, send what is due."""
+        holds = registry.all()
+        for hold in holds:
+            if hold.is_referred_to():
+                hold.note_overdue()
+            if not hold.is_live() or not hold.is_referred_to():
+                registry.discard(hold)
+        registry.forget(now)
+        losses.start_pending()
+        for backend, batch in _due(holds, now).items():
+            self._send(backend, batch)
+        needed = {h.backend for h in holds if h.terms.renew and h.is_live()}
+        for backend, worker in list(self._workers.items()):
+            lingers = backend in needed or now - worker.used_at < LINGER
+            hangs = worker.busy and worker.give_up_at <= now
+            if not lingers or hangs or not worker.is_alive():
+                self._dismiss(backend, worker)
+
+    def _dismiss(self, backend: BaseBackend, worker: _Worker) -> None:
+        del self._workers[backend]
+        worker.end()
+        for ref in worker.batch:
+            hold = ref()
+            if hold is not None and worker.busy:
+                hold.renew_at = clock.monotonic()
+
+    def _send(self, backend: BaseBackend, batch: list[Hold]) -> None:
+        worker = self._workers.get(backend)
+        busy_for = clock.monotonic() - worker.used_at if worker and worker.busy else 0.0
+        if worker is not None and busy_for > min(h.terms.interval for h in batch) / 2:
+            # It hangs, perhaps on a dead socket; these have no time to wait for it.
+            self._dismiss(backend, worker)
+            worker = None
+        if worker is None:
+            worker = _Worker(self, backend)
+            try:
+                worker.start()
+            except RuntimeError as error:
+                _tell_failure(backend, len(batch), error)
+                for hold in batch:
+                    hold.failing = True
+                    hold.renew_at = clock.monotonic() + _soon(hold)
+                return
+            self._workers[backend] = worker
+        for hold in batch:
+            hold.failing = True
+            hold.renew_at = clock.monotonic() + _soon(hold) if worker.busy else math.inf
+        if not worker.busy:
+            worker.take(batch)
+
+    def _sleep(self) -> None:
+        now = clock.monotonic()
+        wakes_at = now + LONGEST_SLEEP
+        for hold in registry.all():
+            wakes_at = min(wakes_at, hold.renew_at, hold.deadline)
+        hold = None  # type: ignore[assignment]
+        self._wakes_at = wakes_at
+        # What was added before that was written may be due earlier.
+        for hold in registry.all():
+            wakes_at = min(wakes_at, hold.renew_at, hold.deadline)
+        hold = None  # type: ignore[assignment]
+        try:
+            if wakes_at > now:
+                self._wakes.get(timeout=wakes_at - now)
+            while True:
+                self._wakes.get_nowait()
+        except queue.Empty:
+            pass
+        # Until the next sleep it looks by itself.
+        self._wakes_at = math.inf
+
+
+def _due(holds: Iterable[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
+    live = [hold for hold in holds if hold.is_live() and hold.is_referred_to()]
+    due: dict[BaseBackend, list[Hold]] = {}
+    backends = {hold.backend for hold in live if hold.renew_at <= now}
+    for hold in live:
+        # What is nearly due comes along: the leases of a process fall into step.
+        nearly = hold.renew_at <= now + hold.terms.interval / 4
+        if hold.backend not in backends or not nearly:
+            continue
+        if hold.test_connection is None:
+            due.setdefault(hold.backend, []).append(hold)
+        else:
+            # Nobody else can see the row; it is renewed when the test next asks.
+            hold.extend(now)
+            hold.backend.owe(hold.test_connection, hold.renewal(), hold.lose)
+    return due
+
+
+class _Worker(threading.Thread):
+    """Sends the renewals of one backend."""
+
+    def __init__(self, scheduler: RenewalScheduler, backend: BaseBackend) -> None:
+        super().__init__(name=f"dblocks-renewal-{backend.alias}", daemon=True)
+        self._scheduler = scheduler
+        self._backend = backend
+        self._batches: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.batch: list[weakref.ref[Hold]] = []
+        self.busy = False
+        self.used_at = clock.monotonic()
+        self.give_up_at = 0.0
+
+    def end(self) -> None:
+        """End, after what it is at."""
+        self._batches.put(False)
+
+    def take(self, batch: list[Hold]) -> None:
+        """Renew a batch."""
+        self.busy = True
+        self.used_at = clock.monotonic()
+        self.give_up_at = max(hold.deadline for hold in batch)
+        self.batch = [weakref.ref(hold) for hold in batch]
+        self._batches.put(True)
+
+    def run(self) -> None:
+        try:
+            with self._backend.renewal_session() as session:
+                while self._batches.get():
+                    self._renew(session)
+                    self.busy = False
+                    self._scheduler.hurry()
+        finally:
+            connections.close_all()
+
+    def _renew(self, session: Renewer) -> None:
+        held = [
+            (ref, hold.renewal())
+            for ref in self.batch
+            if (hold := ref()) is not None and hold.is_live()
+        ]
+        hold = None
+        if not held:
+            return
+        sent = clock.monotonic()
+        outcome = Renewed()
+        try:
+            outcome = session.renew(list(dict.fromkeys(each for _, each in held)))
+        except Exception as error:
+            _tell_failure(self._backend, len(held), error)
+        for ref, (grant, _) in held:
+            hold = ref()
+            if hold is None:
+                continue
+            if grant in outcome.extended:
+                hold.extend(sent)
+            elif grant in outcome.lost:
+                hold.lose(outcome.lost[grant])
+            else:
+                hold.renew_at = clock.monotonic() + _soon(hold)
+
+
+def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
+    losses.apart(
+        lambda: logger.warning(
+            "renewal failed backend=%s leases=%d error=%s",
+            backend.alias,
+            leases,
+            error,
+        )
+    )
+
+
+def _soon(hold: Hold) -> float:
+    """Seconds until a renewal that could not be made is tried again."""
+    return min(hold.terms.interval / 4, 1.0)
+
+
+scheduler = RenewalScheduler()
+os.register_at_fork(after_in_child=scheduler.__init__)  # type: ignore[misc]

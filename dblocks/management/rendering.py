@@ -1,0 +1,128 @@
+"""Locks as JSON for programs, and as tables and lines of text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import Any
+
+from dblocks.backends.values import Reading
+from dblocks.models import DistributedLock, State
+
+HELD, EXPIRED, COOLING, FREE = State.values
+COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INFO"}
+"""Django's name for the style of each state."""
+
+_COLUMNS = ("KEY", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
+_SHRINKING = tuple(map(_COLUMNS.index, ("KEY", "HOLDER", "NOTE")))
+_LEAST = 8
+"""The narrowest that a shrinking column gets."""
+
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def as_json(row: DistributedLock, waiting: int | None = None) -> dict[str, Any]:
+    """Return a lock as the option ``--json`` writes it, in its documented shape."""
+    remaining = float(row.remaining)
+    age = None
+    if row.state in {HELD, EXPIRED} and row.acquired_at is not None:
+        # Both by the database's clock.
+        lasts = (row.expires_at - row.acquired_at).total_seconds()
+        age = round(max(0.0, lasts - remaining), 3)
+    return {
+        "key": row.key,
+        "state": str(row.state),
+        "owner": row.owner,
+        "holder": row.holder,
+        "note": row.note,
+        "hold_count": row.hold_count,
+        "fencing_token": row.version,
+        "acquired_at": _moment(row.acquired_at),
+        "expires_at": _moment(row.expires_at),
+        "age": age,
+        "remaining": round(max(0.0, remaining), 3),
+        "waiting": waiting,
+    }
+
+
+def _moment(moment: datetime | None) -> str | None:
+    if moment is None:
+        return None
+    utc = moment.astimezone(timezone.utc)
+    return utc.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def aligned(facts: Mapping[str, object]) -> list[str]:
+    """Return a line for each name and value."""
+    width = max(map(len, facts))
+    return [f"{name:{width}}  {_text(value)}" for name, value in facts.items()]
+
+
+def table(
+    rows: Sequence[DistributedLock], waiting: Mapping[str, int], width: int
+) -> list[tuple[str, str | None]]:
+    """Return the lines of a table, each with its lock's state, cut to a width.
+
+    The widest of key, holder and note shrinks first.
+    """
+    cells = [list(_COLUMNS), *(_cells(row, waiting.get(row.key)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    spare = width - 2 * (len(widths) - 1)
+    while sum(widths) > spare:
+        widest = max(_SHRINKING, key=lambda number: widths[number])
+        if widths[widest] <= _LEAST:
+            break
+        widths[widest] -= 1
+    lines = ["  ".join(map(_fit, line, widths)).rstrip() for line in cells]
+    states = [None, *(str(row.state) for row in rows)]
+    return list(zip(lines, states, strict=True))
+
+
+def _cells(row: DistributedLock, waiting: int | None) -> list[str]:
+    shown = as_json(row, waiting)
+    if row.state == FREE:
+        shown |= {"holder": None, "note": None}
+    shown["age"] = _duration(shown["age"])
+    shown["remaining"] = _duration(shown["remaining"] or None)
+    return [_text(shown[column.lower()]) for column in _COLUMNS]
+
+
+def _fit(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
+
+
+def _text(value: object) -> str:
+    """Return a value without control characters, which would steer the terminal."""
+    text = "-" if value in (None, "") else str(value)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _duration(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for (unit, size), (smaller, part) in pairwise(_UNITS):
+        if value >= size:
+            whole, rest = divmod(int(value), size)
+            return f"{whole}{unit}{rest // part:02d}{smaller}"
+    return f"{value:.0f}s"
+
+
+def holder_of(reading: Reading) -> str:
+    """Say who has a lock, and when it can be free."""
+    note = f" ({reading.note})" if reading.note else ""
+    rest = f"{max(0.0, reading.remaining):.1f} s"
+    if reading.owner:
+        since = ""
+        if reading.acquired_at is not None:
+            since = f" since {reading.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
+        return (
+            f"it is held by {reading.holder or 'somebody'}{since}{note}; "
+            f"its lease can end in {rest}"
+        )
+    if reading.remaining > 0:
+        return (
+            f"{reading.holder or 'somebody'}{note} has released it, and it stays "
+            f"taken for another {rest}"
+        )
+    return "a transaction has its row locked"

@@ -1,0 +1,66 @@
+"""The commands' exit statuses, and the errors that end a command with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError
+
+from dblocks.backends.base import BaseBackend
+from dblocks.conf import backends
+from dblocks.management import lock_table
+
+NOTHING_DONE = 1
+# From sysexits.h.
+USAGE = 64
+UNAVAILABLE = 69
+CONFLICT = 75
+LOST = 76
+CONFIG = 78
+NOT_FOUND = 127  # the shell's
+
+
+def bad_usage(message: object) -> CommandError:
+    """Return the error for arguments that are wrong or don't go together."""
+    return CommandError(str(message), returncode=USAGE)
+
+
+def checked(check: Callable[..., Any], *arguments: object, **options: object) -> Any:
+    """Call a function that validates arguments; what it refuses is bad usage."""
+    try:
+        return check(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise bad_usage(error) from error
+
+
+def find_backend(alias: str) -> BaseBackend:
+    """Return a backend; one that isn't in the settings is bad usage."""
+    try:
+        return backends[alias]
+    except ImproperlyConfigured as error:
+        if alias in backends.settings:
+            raise CommandError(str(error), returncode=CONFIG) from error
+        raise bad_usage(f"--backend {alias}: {error}") from error
+
+
+def database_failure(error: Exception, using: str | None) -> CommandError:
+    """Turn an error of the locks' database into one line and an exit status."""
+    with suppress(Exception):
+        if using is not None and lock_table.is_missing(using):
+            return CommandError(
+                f"the database {using!r} has no lock table: run manage.py migrate "
+                f"dblocks --database {using} first",
+                returncode=CONFIG,
+            )
+    where = "the backend" if using is None else f"the database {using!r}"
+    return CommandError(
+        f"{where} is out of reach: {one_line(error)}", returncode=UNAVAILABLE
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's class and message on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

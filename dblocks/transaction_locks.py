@@ -1,0 +1,189 @@
+"""The pessimistic form: the database holds the lock until a transaction ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.db import DEFAULT_DB_ALIAS, NotSupportedError, connections, transaction
+
+from . import validation
+from .backends.database import row_locks
+from .backends.database.transactions import in_transaction
+from .conf import DEFAULT_ALIAS, backends
+from .decorators import decorate_with_row, is_bare
+from .exceptions import LockError
+from .holding import owners
+from .validation import UNSET, RowWait, Unset
+
+if TYPE_CHECKING:
+    from .models import DistributedLock
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def transaction_lock(
+    key: str | Callable[..., str],
+    *,
+    timeout: float | timedelta | Unset | None = UNSET,
+    nowait: bool = False,
+    skip_locked: bool = False,
+    backend: str = DEFAULT_ALIAS,
+) -> TransactionLock:
+    """Return a lock that lasts as long as the caller's transaction.
+
+    ``SELECT … FOR UPDATE`` on the lock's row, in the transaction that is open on the
+    lock's database, or in one that it opens. The database holds it until that
+    transaction ends; there is no lease, nothing to renew and nothing to lose but the
+    connection. Excludes leases on the same key and is excluded by them. No I/O happens
+    here; it works at import time, and may be shared by threads and used again. ::
+
+        @transaction_lock("stock:{product_id}", timeout=5)
+        def sell(product_id): ...
+
+        with transaction_lock("stock:7", nowait=True) as row: ...
+
+    The same transaction may lock a row again; nested with a lease of the same owner on
+    the same key it raises. For another transaction it waits in the database's own
+    queue, for a lease by reading. What the transaction has read before may be older
+    than the lock: take the lock first. On SQLite, which has no row locks, it takes the
+    database's write lock.
+
+    Args:
+        key: As for :func:`distributed_lock`.
+        timeout: Seconds or ``timedelta`` to wait, fractions kept; ``None`` waits for
+            ever. Default: setting ``TIMEOUT``, 3 s. Not with the other two.
+        nowait: Raise at once when the key is taken.
+        skip_locked: Yield ``None``, or skip the function, when the key is taken. Not
+            on views.
+        backend: Alias in the setting ``DBLOCKS``, of a database backend.
+
+    Raises:
+        InvalidKey: The key can't name a lock.
+        TypeError: An argument is of the wrong type, or what is decorated is async.
+        ValueError: An argument is out of range, or excludes another.
+        LockTimeout: On entering: the key stayed taken; the caller's transaction stays
+            usable.
+        LockError: On entering: the same owner holds a lease on the key.
+        NotSupportedError: On entering: the locks are in another database, or in none.
+    """
+    if timeout is UNSET and is_bare(key, sys._getframe(1)):
+        raise TypeError(
+            "@transaction_lock is used without parentheses: write "
+            '@transaction_lock("key"), or give the key as a template or a callable.'
+        )
+    return TransactionLock(key, timeout, nowait, skip_locked, backend)
+
+
+class TransactionLock:
+    """A key whose row the database itself locks; made by ``transaction_lock()``.
+
+    A context manager that yields the row (``None`` when skipped), or a decorator. May
+    be shared by threads and used again.
+    """
+
+    def __init__(
+        self,
+        key: str | Callable[..., str],
+        timeout: object,
+        nowait: bool,
+        skip_locked: bool,
+        backend: str,
+    ) -> None:
+        self.key = key if callable(key) else validation.key(key)
+        self.backend = validation.text("backend", backend)
+        unset = isinstance(timeout, Unset)
+        if timeout is None and (nowait or skip_locked):
+            raise ValueError(
+                "timeout=None waits for ever, nowait=True and skip_locked=True not at "
+                "all: leave one out"
+            )
+        wait = validation.row_wait(nowait, skip_locked, None if unset else timeout)
+        self._wait = None if unset and not nowait and not skip_locked else wait
+        self._entered = threading.local()
+
+    def __repr__(self) -> str:
+        return f"<TransactionLock {self.key!r} backend={self.backend!r}>"
+
+    def with_key(self, key: str) -> TransactionLock:
+        """Return the same lock for another key."""
+        lock = object.__new__(TransactionLock)
+        lock.__dict__.update(
+            self.__dict__, key=validation.key(key), _entered=threading.local()
+        )
+        return lock
+
+    @property
+    def skips(self) -> bool:
+        """Whether a taken key is passed over."""
+        return self._wait is not None and self._wait.skip
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function, so that its calls run in a transaction with the row."""
+        decorated: F = decorate_with_row(self, function)
+        return decorated
+
+    def __enter__(self) -> DistributedLock | None:
+        block = self._block()
+        row = block.__enter__()
+        self._entered.__dict__.setdefault("blocks", []).append(block)
+        return row
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        block: AbstractContextManager[Any] = self._entered.blocks.pop()
+        return block.__exit__(*exc_info)
+
+    @contextmanager
+    def _block(self) -> Iterator[DistributedLock | None]:
+        if callable(self.key):
+            raise TypeError(
+                f"key={self.key!r} is a callable, which only the decorator form calls; "
+                f"here the key must be a str."
+            )
+        backend = backends[self.backend]
+        if not backend.has_table:
+            raise NotSupportedError(
+                f"The backend {backend.alias!r} keeps no rows that a transaction could "
+                f"lock; use distributed_lock."
+            )
+        wait = self._wait or RowWait(backend.timeout)
+        using = backend.using
+        connection = connections[using]
+        if using != DEFAULT_DB_ALIAS and not in_transaction(connection):
+            raise NotSupportedError(
+                f"The locks are in the database {using!r}: a row locked there says "
+                f"nothing about a transaction on {DEFAULT_DB_ALIAS!r}. Use "
+                f"distributed_lock with atomic=True, or open "
+                f"transaction.atomic(using={using!r}) around it."
+            )
+        _refuse_nesting(using, self.key)
+        if in_transaction(connection):
+            yield row_locks.lock_row(using, self.key, wait)
+        elif connection.in_atomic_block:
+            # A TestCase's transaction.
+            with transaction.atomic(using=using):
+                yield row_locks.lock_row(using, self.key, wait)
+        else:
+            with row_locks.own_transaction(connection, self.key, wait) as row:
+                yield row
+
+
+def lock_row(using: str, key: str, wait: RowWait) -> Any:
+    """Lock a key's row in the current transaction; see ``objects.for_update()``."""
+    _refuse_nesting(using, key)
+    return row_locks.lock_row(using, key, wait)
+
+
+def _refuse_nesting(using: str, key: str) -> None:
+    """Raise if the current owner has a lease on the key: it would wait for itself."""
+    for lease in owners.current().leases(key):
+        if lease.held and lease._is_in_database(using):
+            raise LockError(
+                f"The lock {key!r} is leased by the same owner: its row can't be "
+                f"locked inside. Use one form, distributed_lock or transaction_lock, "
+                f"not both."
+            )

@@ -1,0 +1,156 @@
+"""One attempt to get a key: who asks the engine for what, and what a grant becomes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import partial
+
+from .. import clock
+from ..backends.base import BaseBackend
+from ..backends.values import FOREVER, Granted, Reading, Request
+from ..holding.holds import PATIENCE, Hold, Terms, registry
+from ..holding.owners import Owner
+from ..holding.renewal import scheduler
+
+
+class Attempt:
+    """What one owner asks for, as often as it takes.
+
+    Attributes:
+        timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
+        owner: The explicit owner's id, or ``None``.
+        sender: The sender of the signals.
+        started, give_up: Local clock, of the first moment and the last.
+        reentered: The owner had the key already.
+    """
+
+    def __init__(
+        self,
+        backend: BaseBackend,
+        key: str,
+        terms: Terms,
+        *,
+        me: Owner,
+        timeout: float | None,
+        owner: str | None,
+        note: str,
+        sender: type,
+    ) -> None:
+        self.backend = backend
+        self.key = key
+        self.terms = terms
+        self.me = me
+        self.timeout = timeout
+        self.owner = owner
+        self.note = note
+        self.sender = sender
+        self.started = clock.monotonic()
+        self.give_up = self.started + (FOREVER if timeout is None else timeout)
+        self.reentered = False
+
+    def own_hold(self) -> Hold | None:
+        """Return what this owner holds already, if it is live."""
+        hold = registry.find(self.backend, self.key)
+        if hold is None or not hold.is_live():
+            return None
+        if self.owner is None:
+            return hold if hold.by is self.me and not hold.explicit else None
+        return hold if hold.grant.owner == self.owner else None
+
+    def held_here(self, version: int | None = None) -> bool:
+        """Tell whether this process has the key, with this token or with any.
+
+        The hold itself must not stay in the frame of one that waits: it would be
+        renewed for as long as that waits, also when its leases are forgotten.
+        """
+        hold = registry.find(self.backend, self.key)
+        return (
+            hold is not None
+            and hold.is_live()
+            and version in (None, hold.grant.version)
+        )
+
+    def make(self, queued: bool = False) -> Hold | Reading:
+        """Ask for the key once.
+
+        Args:
+            queued: The key's gate is this one's.
+
+        Returns:
+            The hold, with one more acquisition counted, or who has the key instead.
+        """
+        patience = max(self.give_up - clock.monotonic(), PATIENCE)
+        hold = self.own_hold()
+        if hold is not None and hold.enter_again(
+            self.terms.lease, patience, weakref.ref(self)
+        ):
+            self.reentered = True
+            if not registry.watches(hold):
+                # Its leases were forgotten.
+                scheduler.watch(hold)
+            return hold
+        latest = registry.find(self.backend, self.key)
+        if latest is not None:
+            latest.note_overdue()
+            if latest.test_connection is not None:
+                seen = self._seen_in_test(latest)
+                if seen is not None:
+                    return seen
+        request = self._request(queued)
+        sent = clock.monotonic()
+        answer = self.backend.try_acquire(request, patience)
+        if isinstance(answer, Reading):
+            return answer
+        self.reentered = answer.again
+        hold = self._held(answer, sent)
+        scheduler.watch(hold)
+        return hold
+
+    def _seen_in_test(self, hold: Hold) -> Reading | None:
+        """Return what only the connection of a ``TestCase`` can read.
+
+        Another connection would wait for the test's transaction.
+        """
+        if hold.test_connection is self.backend.test_connection():
+            return None
+        if not hold.is_live():
+            return None
+        return Reading(
+            owner=hold.grant.owner,
+            holder=hold.by.holder,
+            note=hold.note,
+            version=hold.grant.version,
+            remaining=hold.remaining(),
+        )
+
+    def _request(self, queued: bool) -> Request:
+        terms = self.terms
+        request = Request(
+            self.key,
+            self.owner or os.urandom(16).hex(),
+            terms.lease,
+            terms.max_hold,
+            terms.hold_at_least,
+            self.me.holder,
+            self.note,
+            explicit=self.owner is not None,
+            queued=queued,
+            at_once=self.timeout == 0,
+        )
+        if self.owner is not None:
+            request.forfeits = partial(registry.take_forfeited, self.backend)
+        return request
+
+    def _held(self, granted: Granted, sent: float) -> Hold:
+        return Hold(
+            self.backend,
+            granted,
+            self.terms,
+            sent,
+            by=self.me,
+            explicit=self.owner is not None,
+            note=self.note,
+            sender=self.sender,
+            promised=weakref.ref(self),
+        )

@@ -1,0 +1,185 @@
+"""The waiters of this process, in order, one queue a key."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+
+from .. import clock
+from ..backends.base import BaseBackend
+from ..backends.values import Reading
+from ..holding.holds import registry
+
+LOOK_EVERY = 0.0005
+"""Seconds between looks at the key of the one that has the gate, at first."""
+
+LONGEST_PAUSE = 0.1
+"""Seconds between looks at a key that has been taken for long."""
+
+QUEUE_FOR = 1.2
+"""Seconds for which one queues at a gate; a signal is not noticed in the meantime."""
+
+QUEUE_BRIEFLY = 0.4
+"""The same while the key is free or soon will be: who has the gate may be stopped."""
+
+NEWS = 2 * QUEUE_FOR
+"""Seconds for which what the first waiter has seen is good enough for the others."""
+
+
+def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
+    """Return the seconds until the next look at a key.
+
+    Args:
+        known_for: Since when, in seconds, nothing has changed.
+        alone: Nobody else looks at it, because the gate keeps them away.
+    """
+    if alone:
+        return min(max(LOOK_EVERY, known_for / 100), LONGEST_PAUSE)
+    if backend.is_local:
+        mean = max(2 * LOOK_EVERY, known_for / 50)
+    else:
+        mean = max(0.005, known_for / 10)
+    return random.uniform(0.5, 1.5) * min(mean, LONGEST_PAUSE)
+
+
+class Waiter:
+    """One that waits; it can be woken from any thread, at any moment."""
+
+    __slots__ = ("_async", "_bell", "_woken")
+
+    def __init__(self) -> None:
+        self._woken = False
+        # A bare lock, not an Event, whose own mutex a signal handler could meet.
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._async: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._woken = True
+        with suppress(RuntimeError):
+            self._bell.release()
+        if self._async is not None:
+            loop, event = self._async
+            # A closed loop took along who waited.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(event.set)
+
+    def is_gone(self) -> bool:
+        """Tell whether the event loop that it waited in is closed."""
+        return self._async is not None and self._async[0].is_closed()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until woken, or for this long; return whether it was woken."""
+        self._bell.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)))
+        woken, self._woken = self._woken, False
+        return woken
+
+    async def await_(self, seconds: float) -> bool:
+        """:meth:`wait` without holding a thread."""
+        if self._async is None:
+            self._async = asyncio.get_running_loop(), asyncio.Event()
+        loop, event = self._async
+        if not self._woken:
+            # Not wait_for(), which before Python 3.12 may swallow a cancellation.
+            timer = loop.call_later(seconds, event.set)
+            try:
+                await event.wait()
+            finally:
+                timer.cancel()
+        event.clear()
+        woken, self._woken = self._woken, False
+        return woken
+
+
+class WaitQueue:
+    """The waiters of this process for one key, first come first."""
+
+    def __init__(self) -> None:
+        self.waiters: deque[Waiter] = deque()
+        self._seen: tuple[Reading, float] | None = None
+        #: The key was given back in this process since it was seen.
+        self.freed = False
+
+    def saw(self, reading: Reading) -> None:
+        """Note what the engine said of the key."""
+        self._seen, self.freed = (reading, clock.monotonic()), False
+
+    def last_seen(self) -> Reading | None:
+        """Return what it said of late, with the time that is left by now."""
+        if self._seen is None:
+            return None
+        reading, at = self._seen
+        age = clock.monotonic() - at
+        if age > NEWS:
+            return None
+        return replace(reading, remaining=reading.remaining - age)
+
+    def is_first(self, waiter: Waiter) -> bool:
+        """Tell whether it is this one's turn to ask the engine."""
+        with suppress(IndexError):
+            while self.waiters[0].is_gone():
+                self.waiters.popleft()
+            return self.waiters[0] is waiter
+        return False
+
+
+class WaitQueues:
+    """The wait queues of the process, by backend and key; empty ones don't exist."""
+
+    def __init__(self) -> None:
+        # Only joining and leaving, which wait for nothing inside, take it.
+        self._mutex = threading.RLock()
+        self._queues: dict[tuple[BaseBackend, str], WaitQueue] = {}
+
+    def find(self, backend: BaseBackend, key: str) -> WaitQueue | None:
+        """Return the queue for a key, if somebody waits for it."""
+        return self._queues.get((backend, key))
+
+    def join(self, backend: BaseBackend, key: str, waiter: Waiter) -> WaitQueue:
+        """Join the queue for a key."""
+        place = backend, key
+        with self._mutex:
+            while True:
+                queue = self._queues.setdefault(place, WaitQueue())
+                queue.waiters.append(waiter)
+                # A signal handler may have come and gone in between.
+                if self._queues.get(place) is queue:
+                    return queue
+
+    def leave(self, backend: BaseBackend, key: str, waiter: Waiter) -> None:
+        """Leave the queue, wherever in it, or none; a new first one is woken."""
+        place = backend, key
+        with self._mutex:
+            queue = self._queues.get(place)
+            if queue is None:
+                return
+            with suppress(ValueError):
+                queue.waiters.remove(waiter)
+            if not queue.waiters:
+                self._queues.pop(place, None)
+        self.wake(backend, key)
+
+    def wake(self, backend: BaseBackend, key: str) -> None:
+        """Tell the first in the queue that it is its turn."""
+        queue = self._queues.get((backend, key))
+        if queue is not None:
+            with suppress(IndexError):
+                queue.waiters[0].wake()
+
+    def freed(self, backend: BaseBackend, key: str) -> None:
+        """Tell the first in the queue that the key may be free now."""
+        queue = self._queues.get((backend, key))
+        if queue is not None:
+            queue.freed = True
+            self.wake(backend, key)
+
+
+queues = WaitQueues()
+registry.freed = queues.freed
+os.register_at_fork(after_in_child=queues.__init__)  # type: ignore[misc]

@@ -1,0 +1,163 @@
+"""Threads of dblocks' own, in which async code asks the engine.
+
+Not asgiref's thread, which sync code may occupy, a sync waiter included: a release
+would stand behind the very waiter that waits for it. Nor the event loop's pool, which
+as many waiters could use up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import connections
+
+from ..backends.base import BaseBackend
+from ..backends.database.connections import run_apart
+
+logger = logging.getLogger("dblocks")
+
+T = TypeVar("T")
+
+LINGER = 2.0
+"""Seconds for which an idle thread, with its connections, waits for the next call."""
+
+
+class _Worker(threading.Thread):
+    """Makes one call after the other; between two it is in the list of idle ones."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dblocks-async", daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        run_apart()
+        try:
+            while (call := self._next()) is not None:
+                call()
+                del call
+                _idle.append(self)
+        finally:
+            connections.close_all()
+
+    def _next(self) -> Callable[[], object] | None:
+        try:
+            return self.calls.get(timeout=LINGER)
+        except queue.Empty:
+            try:
+                _idle.remove(self)
+            except ValueError:
+                # Somebody has just chosen it.
+                return self.calls.get()
+            return None
+
+
+_idle: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _start(call: Callable[[], object]) -> None:
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+        # First the call: an interrupt behind the start leaves no thread without one.
+        worker.calls.put(call)
+        worker.start()
+    else:
+        worker.calls.put(call)
+
+
+async def call_in_thread(
+    backend: BaseBackend,
+    function: Callable[[], T],
+    undo: Callable[[T], object] | None = None,
+) -> T:
+    """Call a function that asks an engine, without blocking the event loop.
+
+    The call is made whatever becomes of the task. In a ``TestCase`` it runs in the
+    test's thread, whose connection alone sees the test's rows.
+
+    Args:
+        undo: Called with the result, in a thread, if the task was cancelled meanwhile.
+    """
+    start = _start_in_test if backend.is_in_test_case() else _start
+    call = _Call(function, undo)
+    start(call)
+    try:
+        return await call.received
+    except BaseException:
+        if not call.ends_first():
+            start(call.drop)
+        raise
+
+
+#: The event loop itself keeps no reference to them.
+_tasks_in_test: set[asyncio.Future[None]] = set()
+
+
+def _start_in_test(call: Callable[[], None]) -> None:
+    _tasks_in_test.add(task := asyncio.ensure_future(sync_to_async(call)()))
+    task.add_done_callback(_tasks_in_test.discard)
+
+
+class _Call(Generic[T]):
+    """A call whose result is either received by the task or undone.
+
+    The call and the wait for it end in any order, and the event loop may be closed
+    before it passes the result on. Whichever of the two ends last sees to the result.
+    """
+
+    def __init__(
+        self, function: Callable[[], T], undo: Callable[[T], object] | None
+    ) -> None:
+        self._function = function
+        self._undo = undo
+        self._error: BaseException | None = None
+        self._first = [None]
+        self._loop = asyncio.get_running_loop()
+        self.received: asyncio.Future[T] = self._loop.create_future()
+
+    def __call__(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+        if self.ends_first():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._pass_on)
+                return
+            # The loop is closed, and took along who waited.
+        self.drop()
+
+    def ends_first(self) -> bool:
+        """Tell whether the end that asks is the first; the call's or the wait's."""
+        try:
+            self._first.pop()
+        except IndexError:
+            return False
+        return True
+
+    def drop(self) -> None:
+        """Undo the result, which nobody receives."""
+        undo, self._undo = self._undo, None
+        if self._error is not None:
+            logger.warning("failed when nobody waited any more error=%s", self._error)
+        elif undo is not None:
+            undo(self._result)
+
+    def _pass_on(self) -> None:
+        if self.received.done():
+            return
+        if self._error is not None:
+            self.received.set_exception(self._error)
+        else:
+            self.received.set_result(self._result)

@@ -1,0 +1,237 @@
+"""The wait for a key that somebody else has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from functools import partial
+from typing import Any
+
+from .. import clock, signals
+from ..backends.base import Gate, GateClosed
+from ..backends.values import PINNED_GRACE, Reading
+from ..holding.holds import Hold
+from .attempt import Attempt
+from .queue import (
+    LONGEST_PAUSE,
+    LOOK_EVERY,
+    QUEUE_BRIEFLY,
+    QUEUE_FOR,
+    Waiter,
+    WaitQueue,
+    pause,
+    queues,
+)
+from .steps import Call, Pause, Step, arun, run
+
+logger = logging.getLogger("dblocks")
+
+MAX_PAUSE = 5.0
+"""Seconds after which a waiter looks whether it is first."""
+
+LONG_WAIT = 1.0
+"""Seconds after which a wait is worth a line in the log."""
+
+Steps = Generator[Step, Any, Hold | Reading]
+
+
+def get(attempt: Attempt) -> Hold | Reading:
+    """Get a key in this thread: the hold, or who has the key instead."""
+    seen = None
+    if queues.find(attempt.backend, attempt.key) is None or _overtakes(attempt):
+        found = attempt.make()
+        if isinstance(found, Hold):
+            return found
+        seen = found
+    return run(_Wait(attempt).steps(seen))
+
+
+async def aget(attempt: Attempt) -> Hold | Reading:
+    """:func:`get` for async code; waits without holding a thread."""
+    return await arun(steps(attempt), attempt.backend, _undo)
+
+
+def steps(attempt: Attempt) -> Steps:
+    """Get a key in steps."""
+    seen = None
+    if _overtakes(attempt):
+        found = yield Call(attempt.make)
+        if isinstance(found, Hold):
+            return found
+        seen = found
+    return (yield from _Wait(attempt).steps(seen))
+
+
+def _undo(found: object) -> None:
+    if isinstance(found, Hold):
+        give_back(found)
+
+
+def give_back(hold: Hold) -> None:
+    """Release what nobody waits for any more; if that fails, let it lapse."""
+    try:
+        hold.release()
+    except Exception as error:
+        log_lapse(hold, error)
+
+
+def log_lapse(hold: Hold, error: BaseException) -> None:
+    """Say that a grant could not be released."""
+    logger.warning(
+        "not released, left to lapse key=%r fencing_token=%s error=%s",
+        hold.grant.key,
+        hold.grant.version,
+        error,
+    )
+
+
+def _overtakes(attempt: Attempt) -> bool:
+    """Tell whether it tries before it joins the other waiters of this process.
+
+    They may be waiting for this owner itself.
+    """
+    return (
+        attempt.timeout == 0
+        or attempt.owner is not None
+        or attempt.own_hold() is not None
+        or not attempt.backend.can_write()
+    )
+
+
+def _is_held(gate: Gate | None) -> bool:
+    return gate is not None and gate.held
+
+
+class _Wait:
+    """One attempt's wait."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.backend = attempt.backend
+        self.key = attempt.key
+        self.waiter = Waiter()
+
+    def steps(self, seen: Reading | None) -> Steps:
+        """Wait in steps until the key is had, or the time is over."""
+        attempt = self.attempt
+        if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
+            return self._timed_out(seen)
+        try:
+            queue = queues.join(self.backend, self.key, self.waiter)
+            return (yield from self._stand(queue, seen))
+        finally:
+            queues.leave(self.backend, self.key, self.waiter)
+
+    def _stand(self, queue: WaitQueue, seen: Reading | None) -> Steps:
+        """Wait to be the first of this process, then for the key."""
+        attempt = self.attempt
+        yield from self._until_first(queue)
+        over = clock.monotonic() >= attempt.give_up
+        if seen is None and over and not queue.freed:
+            # Its time is over: what the first has seen holds for all.
+            seen = queue.last_seen()
+        if seen is None and (attempt.owner is not None or not attempt.held_here()):
+            found: Hold | Reading = yield Call(attempt.make)
+            if isinstance(found, Hold):
+                return found
+            seen = found
+        if seen is None:
+            seen = yield Call(self._read)
+        gate: Gate | None = None
+        if queue.is_first(self.waiter):
+            # In the thread whose connection tells whether there may be one.
+            gate = yield Call(partial(self.backend.gate, self.key))
+        try:
+            found = yield from self._look(queue, seen, gate)
+            if isinstance(found, Hold) and found.keep_gate(gate):
+                gate = None
+            return found
+        finally:
+            if gate is not None:
+                gate.leave()
+
+    def _until_first(self, queue: WaitQueue) -> Generator[Step, Any, None]:
+        explicit, give_up = self.attempt.owner, self.attempt.give_up
+        while not queue.is_first(self.waiter) and clock.monotonic() < give_up:
+            longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
+            left = give_up - clock.monotonic()
+            woken = yield Pause(self.waiter, min(left, longest))
+            news = queue.last_seen()
+            if news is not None and explicit is not None and news.owner == explicit:
+                # Its owner has the key meanwhile.
+                return
+            if news is None and not woken and left > MAX_PAUSE:
+                # The first is stuck.
+                return
+
+    def _read(self) -> Reading:
+        return self.backend.read(self.key) or Reading()
+
+    def _look(self, queue: WaitQueue, seen: Reading, gate: Gate | None) -> Steps:
+        """Look at the key until it is free and an attempt succeeds."""
+        attempt = self.attempt
+        queue.saw(seen)
+        known, known_since = seen.version, clock.monotonic()
+        told = False
+        while True:
+            now = clock.monotonic()
+            until = attempt.give_up
+            if seen.remaining <= 0:
+                # Free, but not to be had, perhaps for an instant only.
+                until = max(until, attempt.started + PINNED_GRACE)
+            if now >= until:
+                return self._timed_out(seen)
+            if not told and now - attempt.started > LONG_WAIT:
+                told = True
+                logger.info("waiting key=%r holder=%s", self.key, seen.holder)
+            # Somebody has let this one in, and the key is free in all likelihood.
+            try:
+                let_in = yield from self._pause(seen, gate, until, now - known_since)
+            except GateClosed:
+                gate = None
+                continue
+            if not let_in:
+                seen = yield Call(self._read)
+                queue.saw(seen)
+            if let_in or seen.remaining <= 0 or seen.owner == attempt.owner:
+                found = yield Call(partial(attempt.make, _is_held(gate)))
+                if isinstance(found, Hold):
+                    return found
+                seen = found
+                queue.saw(seen)
+            if seen.version != known:
+                known, known_since = seen.version, clock.monotonic()
+
+    def _pause(
+        self, seen: Reading, gate: Gate | None, until: float, known_for: float
+    ) -> Generator[Step, Any, bool]:
+        """Pause before the next look; whether the key has been handed on meanwhile."""
+        now = clock.monotonic()
+        limit = until - now
+        if seen.remaining > 0:
+            limit = min(limit, seen.remaining)
+        if self.attempt.held_here(seen.version):
+            woken: bool = yield Pause(self.waiter, min(LONGEST_PAUSE, limit))
+            return woken
+        if gate is not None and not _is_held(gate):
+            wait = QUEUE_FOR if seen.remaining > QUEUE_FOR else QUEUE_BRIEFLY
+            wait = min(wait, until - now)
+            if wait >= gate.shortest:
+                yield Call(partial(gate.enter, wait))
+                return _is_held(gate) and clock.monotonic() - now > LOOK_EVERY
+        seconds = pause(self.backend, known_for, alone=_is_held(gate))
+        woken = yield Pause(self.waiter, min(seconds, limit))
+        return woken
+
+    def _timed_out(self, seen: Reading) -> Reading:
+        attempt = self.attempt
+        signals.lock_timed_out.send_robust(
+            sender=attempt.sender,
+            key=self.key,
+            backend=self.backend.alias,
+            waited=clock.monotonic() - attempt.started,
+            holder=seen.holder,
+            note=seen.note,
+            retry_after=max(0.0, seen.remaining),
+        )
+        return seen

@@ -1,0 +1,272 @@
+"""What differs between databases: rounded timeouts, snapshots, prepared statements."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, transaction
+from django.db.backends.utils import CursorWrapper
+from django.test.utils import CaptureQueriesContext
+
+from dblocks import Lease, LeaseLost, Lock, LockTimeout
+from dblocks.backends.base import GateClosed
+from dblocks.backends.database import dialects, session_locks
+from dblocks.backends.database import statements as texts
+from dblocks.backends.database.dialects.mysql import MySQL
+from dblocks.models import DistributedLock
+from tests.fixtures import OtherThread
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, eventually
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+
+
+@pytest.fixture
+def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Note every statement of every thread, with its parameters."""
+    seen: list[tuple[str, Any]] = []
+    execute = CursorWrapper.execute
+
+    def noted(self: CursorWrapper, sql: str, params: Any = None) -> Any:
+        seen.append((sql, params))
+        return execute(self, sql, params)
+
+    monkeypatch.setattr(CursorWrapper, "execute", noted)
+    return seen
+
+
+# MySQL rounds the timeout of GET_LOCK() to whole seconds
+
+
+@pytest.fixture
+def as_mysql(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speak to MariaDB as to MySQL, whose statements it understands."""
+    if dialects.of(connection).name != "mariadb":
+        pytest.skip("needs MariaDB")
+    monkeypatch.setattr(dialects, "_ask", lambda connection: MySQL())
+    monkeypatch.setattr(dialects, "_servers", {})
+    monkeypatch.delitem(vars(connection), "_dblocks_dialect")
+
+
+@pytest.mark.usefixtures("as_mysql")
+@pytest.mark.parametrize("timeout", [0.45, 1.55, 2.3])
+def test_waits_for_session_locks_are_whole_seconds(
+    statements: list[tuple[str, Any]],
+    acquire: Leases,
+    other: OtherThread,
+    lock: Locks,
+    timeout: float,
+) -> None:
+    """No wait is sent that the server would round, and none is longer than asked."""
+    acquire()
+    started = time.monotonic()
+    with pytest.raises(LockTimeout):
+        other.do(lock(timeout=timeout).acquire)
+    assert timeout <= time.monotonic() - started < timeout + SLACK
+    waits = [params[1] for sql, params in statements if "GET_LOCK(" in sql]
+    assert all(wait == int(wait) and wait >= 1 for wait in waits)
+    assert sum(waits) <= timeout
+    # Who can't queue rests between two looks.
+    assert len(statements) < 40 + 60 * timeout
+
+
+@pytest.mark.usefixtures("as_mysql")
+def test_lease_that_ends_within_a_second(
+    statements: list[tuple[str, Any]], acquire: Leases, other: OtherThread, lock: Locks
+) -> None:
+    """A waiter whose session lock would take too long to wait for doesn't spin."""
+    acquire(lease=0.9, renew=False)
+    before = len(statements)
+    lease = other.do(lock(timeout=DEADLINE).acquire)
+    assert len(statements) - before < 120
+    other.do(lease.release)
+
+
+# MariaDB's snapshot isolation, at REPEATABLE READ
+
+
+@pytest.fixture
+def snapshot_isolation(committed: None) -> Iterator[None]:
+    """Switch on what MariaDB 11.6 and later have switched on."""
+    if dialects.of(connection).name != "mariadb":
+        pytest.skip("needs MariaDB")
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+        if cursor.fetchone() is None:
+            pytest.skip("this MariaDB has no innodb_snapshot_isolation")
+        cursor.execute("SET SESSION innodb_snapshot_isolation = ON")
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    yield
+    connection.close()
+
+
+@pytest.mark.usefixtures("snapshot_isolation")
+def test_renewal_after_the_snapshot(
+    acquire: Leases, other: OtherThread, obtainable: Callable[..., bool], key: str
+) -> None:
+    """The holder's own renewal doesn't disturb its guard, which pins the row."""
+    lease = acquire(lease=1.0)
+    with transaction.atomic():
+        assert not Account.objects.filter(name="nobody").exists()
+        Account.objects.create(name=key)
+        other.do(lease.renew)
+        lease.guard()
+        assert not obtainable()
+    assert Account.objects.filter(name=key).exists()
+    assert lease.release()
+
+
+@pytest.mark.usefixtures("snapshot_isolation")
+def test_force_release_after_the_snapshot(
+    acquire: Leases, other: OtherThread, key: str
+) -> None:
+    """Who was force-released behind the snapshot's back can't commit."""
+    lease = acquire()
+
+    @transaction.atomic
+    def outdated() -> None:
+        assert not Account.objects.filter(name="nobody").exists()
+        Account.objects.create(name=key)
+        other.do(DistributedLock.objects.force_release, key)
+        lease.guard()
+
+    with pytest.raises(LeaseLost) as caught:
+        outdated()
+    assert caught.value.reason == "forced"
+    assert not Account.objects.filter(name=key).exists()
+
+
+# Session locks
+
+
+def test_connection_that_cant_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate whose connection fails is closed, and its place is free again."""
+    if not dialects.of(connection).has_session_locks:
+        pytest.skip("needs session locks")
+    session_locks.pool.close_idle()
+    places = len(session_locks.pool._places)
+
+    def fail(alias: str) -> Any:
+        raise OperationalError("too many connections")
+
+    monkeypatch.setattr(session_locks, "separate_connection", fail)
+    for _ in range(session_locks.MAX_GATES + 1):
+        gate = session_locks.SessionLock("default", "key", 0.0)
+        with pytest.raises(GateClosed):
+            gate.enter(0.1)
+    assert len(session_locks.pool._places) == places
+
+
+# Statements that PostgreSQL parses once
+
+
+@pytest.fixture
+def prepared() -> Callable[[], int]:
+    """Count the statements that the server has prepared for this session."""
+    if connection.vendor != "postgresql":
+        pytest.skip("needs PostgreSQL")
+    connection.close()
+
+    def count() -> int:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT COUNT(*) FROM pg_prepared_statements")
+            return int(cursor.fetchone()[0])
+
+    yield count
+    connection.close()
+
+
+def use(lock: Locks, times: int) -> None:
+    for _ in range(times):
+        with lock():
+            pass
+
+
+def test_prepared_after_a_while(prepared: Callable[[], int], lock: Locks) -> None:
+    """A connection that takes locks again and again has them planned once."""
+    use(lock, 3)
+    assert prepared() == 0
+    use(lock, 20)
+    assert prepared() == 2
+    assert connection.connection.prepare_threshold is None
+
+
+def test_prepared_statements_that_are_gone(
+    prepared: Callable[[], int], lock: Locks
+) -> None:
+    """Who discards what a session has prepared loses nothing but the plans."""
+    use(lock, 20)
+    with connection.cursor() as cursor:
+        cursor.execute("DEALLOCATE ALL")
+    use(lock, 5)
+    assert not lock().locked()
+
+
+def test_statements_are_seen(prepared: Callable[[], int], lock: Locks) -> None:
+    """Prepared ones pass through Django's wrappers as all others do."""
+    use(lock, 20)
+    seen: list[str] = []
+
+    def note(execute: Any, sql: str, *rest: Any) -> Any:
+        seen.append(sql)
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(note):
+        use(lock, 1)
+    assert [sql.split()[0] for sql in seen] == ["UPDATE", "UPDATE"]
+
+
+def test_statements_are_logged(prepared: Callable[[], int], lock: Locks) -> None:
+    """Django's log has them with their values."""
+    use(lock, 20)
+    with CaptureQueriesContext(connection) as queries:
+        use(lock, 1)
+    assert len(queries) == 2
+    assert all(lock().key in query["sql"] for query in queries)
+
+
+def test_not_behind_a_pooler(
+    prepared: Callable[[], int], lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where statements run in another session than the driver's, none is prepared."""
+    monkeypatch.setattr(
+        dialects.of(connection).__class__, "session", ("1 + PG_BACKEND_PID()",)
+    )
+    texts.of.cache_clear()
+    try:
+        use(lock, 20)
+        assert prepared() == 0
+    finally:
+        monkeypatch.undo()
+        texts.of.cache_clear()
+
+
+def test_one_thread_for_many_short_locks(lock: Locks) -> None:
+    """No thread is started for a lock while the renewal scheduler lingers."""
+    use(lock, 1)
+    eventually(lambda: "dblocks-scheduler" in names())
+    started = threading.Thread.start
+    count = 0
+
+    def counted(self: threading.Thread) -> None:
+        nonlocal count
+        count += self.name.startswith("dblocks")
+        started(self)
+
+    threading.Thread.start = counted  # type: ignore[method-assign]
+    try:
+        use(lock, 200)
+    finally:
+        threading.Thread.start = started  # type: ignore[method-assign]
+    assert count == 0
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]

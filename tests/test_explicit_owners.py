@@ -1,0 +1,237 @@
+"""One owner id presented by several threads and processes, and after a crash."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dblocks import Lease, Lock, distributed_lock
+from dblocks.models import DistributedLock
+from dblocks.test import move_clock
+from tests.factories import stored
+from tests.fixtures import OtherThread
+from tests.processes import Workers
+from tests.timing import SLACK, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+locks = DistributedLock.objects
+OWNER = "the job"
+
+
+def held_for(key: str) -> float:
+    """Return how many seconds after its acquisition the key is free as it stands.
+
+    Rounded, because SQLite's clock counts in milliseconds.
+    """
+    row = stored(key)
+    assert row.acquired_at is not None
+    seconds: float = (row.expires_at - row.acquired_at).total_seconds()
+    return round(seconds, 2)
+
+
+# max_hold
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("max_hold", [2, 60, None])
+def test_limit_outlives_a_crash(
+    workers: Workers, lock: Locks, acquire: Leases, max_hold: float | None
+) -> None:
+    """A restarted job is bounded by the max_hold of its first life.
+
+    It enters again under the same grant, whose end was set when that began: from then
+    on somebody else may have the key, whatever the second life asked for.
+    """
+    first = workers.start("hold", key=lock().key, owner=OWNER, lease=2, max_hold=2)
+    at = first.expect("held")["at"]
+    first.kill()
+    eventually(lambda: time.monotonic() > at + 0.8)
+    again = acquire(owner=OWNER, lease=2, max_hold=max_hold)
+    assert again.held
+    theirs = lock(owner="somebody else")
+
+    def granted() -> Lease | None:
+        held_before = again.held
+        grant = theirs.try_acquire()
+        assert not (grant and held_before), "two holders"
+        return grant
+
+    grant = eventually(granted, within=2 + SLACK, what="the end of max_hold")
+    assert time.monotonic() - at < 2 + SLACK
+    assert again.lost_reason is not None
+    assert grant is not None
+    grant.release()
+
+
+@pytest.mark.database_backend
+def test_remaining_knows_the_limit(workers: Workers, lock: Locks) -> None:
+    """What remains of a lease never goes beyond a co-owner's max_hold."""
+    options = {"owner": OWNER, "lease": 10, "max_hold": 10}
+    first = workers.start("hold", key=lock().key, **options)
+    held = first.expect("held")
+    eventually(lambda: time.monotonic() > held["at"] + 2)
+    again = lock(**options).acquire(timeout=0)
+    assert 0 < again.remaining() <= held["at"] + 10 - time.monotonic()
+    again.renew()
+    assert 0 < again.remaining() <= held["at"] + 10 - time.monotonic()
+    assert again.release() is True
+    first.tell("release")
+    assert first.expect("released")["result"] is True
+    first.expect("done")
+
+
+@pytest.mark.database_backend
+def test_limit_binds_co_owners(acquire: Leases, key: str) -> None:
+    """Whoever enters or renews under a grant can't move it beyond its max_hold."""
+    lease = acquire(owner=OWNER, lease=20, max_hold=20)
+    version = lease.fencing_token
+    assert version is not None
+    assert locks.acquire(key, owner=OWNER, lease=600)
+    assert held_for(key) <= 20
+    assert locks.renew(key, owner=OWNER, version=version, lease=600)
+    assert held_for(key) <= 20
+    assert locks.release(key, owner=OWNER, version=version)
+    assert lease.release() is True
+
+
+@pytest.mark.database_backend
+def test_limit_ends_with_its_grant(acquire: Leases, key: str) -> None:
+    """A new grant to the same owner isn't bounded by the earlier one's max_hold."""
+    acquire(owner=OWNER, lease=20, max_hold=20).release()
+    lease = acquire(owner=OWNER, lease=600)
+    assert held_for(key) >= 600
+    assert lease.remaining() > 500
+    assert lease.release() is True
+
+
+# hold_at_least
+
+
+@pytest.mark.database_backend
+def test_cooling_after_a_co_owners_release(
+    workers: Workers, lock: Locks, obtainable: Obtainable, key: str
+) -> None:
+    """The first one's hold_at_least counts though another process releases last."""
+    lease = lock(owner=OWNER, hold_at_least=600).acquire(timeout=0)
+    second = workers.start("hold", key=key, owner=OWNER)
+    assert second.expect("held")["token"] == lease.fencing_token
+    assert lease.release() is True
+    second.tell("release")
+    assert second.expect("released")["result"] is True
+    second.expect("done")
+    assert not obtainable()
+    assert locks.cooling().filter(pk=key).exists()
+
+
+@pytest.mark.database_backend
+def test_cooling_after_another_process_began(
+    workers: Workers, lock: Locks, obtainable: Obtainable, key: str
+) -> None:
+    """The hold_at_least of another process counts for who entered without one."""
+    first = workers.start("hold", key=key, owner=OWNER, hold_at_least=600)
+    first.expect("held")
+    lease = lock(owner=OWNER).acquire(timeout=0)
+    first.tell("release")
+    assert first.expect("released")["result"] is True
+    first.expect("done")
+    assert lease.release() is True
+    assert not obtainable()
+    assert locks.cooling().filter(pk=key).exists()
+
+
+@pytest.mark.database_backend
+def test_cooling_after_a_release_by_the_manager(
+    acquire: Leases, obtainable: Obtainable, key: str
+) -> None:
+    """The manager, which knows the row alone, leaves it cooling too."""
+    lease = acquire(owner=OWNER, hold_at_least=600)
+    row = locks.acquire(key, owner=OWNER, lease=30)
+    assert row is not None
+    assert lease.release() is True
+    assert locks.release(key, owner=OWNER, version=row.version)
+    assert not obtainable()
+    assert locks.cooling().filter(pk=key).exists()
+
+
+@pytest.mark.database_backend
+def test_cooling_ends_on_time(acquire: Leases, key: str) -> None:
+    """What a co-owner's release leaves cooling is counted from the acquisition."""
+    lease = acquire(owner=OWNER, hold_at_least=600)
+    row = locks.acquire(key, owner=OWNER, lease=30)
+    assert row is not None
+    lease.release()
+    locks.release(key, owner=OWNER, version=row.version)
+    assert held_for(key) == 600
+
+
+# How often it is held
+
+
+@pytest.mark.parametrize("thread", ["the same thread", "another thread"])
+@pytest.mark.parametrize("back", ["before", "after", "last"])
+def test_taken_again_in_the_margin(
+    backend: str, lock: Locks, other: OtherThread, thread: str, back: str
+) -> None:
+    """An owner whose lease is over takes the key anew, and one release frees it.
+
+    The lease counts as over a margin before the database would grant the key to
+    others; its hold goes with it, whether and whenever it is released.
+    """
+    do: Callable[..., Any] = other.do if thread == "another thread" else call
+    lost = lock(owner=OWNER, lease=60, renew=False).acquire(timeout=0)
+    move_clock(57, backend=backend)
+    assert not lost.held
+    if back == "before":
+        assert lost.release() is False
+    lease = do(lock(owner=OWNER).acquire, timeout=0)
+    if back == "after":
+        assert lost.release() is False
+    assert lease.held
+    assert lease.release() is True
+    if back == "last":
+        assert lost.release() is False
+    assert not lock().locked()
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("times", [1, 3])
+def test_count_starts_from_one(
+    backend: str, acquire: Leases, key: str, times: int
+) -> None:
+    """However often it was held before, a key that is taken again is held once."""
+    lost = [acquire(owner=OWNER, lease=60, renew=False) for _ in range(times)]
+    assert stored(key).hold_count == times
+    move_clock(57, backend=backend)
+    lease = acquire(owner=OWNER)
+    assert stored(key).hold_count == 1
+    second = acquire(owner=OWNER)
+    assert stored(key).hold_count == 2
+    assert [one.release() for one in lost] == [False] * times
+    assert lease.release() is True
+    assert distributed_lock(key).locked()
+    assert second.release() is True
+    assert not distributed_lock(key).locked()
+
+
+@pytest.mark.database_backend
+def test_re_entered_beside_a_co_owner(acquire: Leases, key: str) -> None:
+    """Re-entering here doesn't forget what the owner holds in another process."""
+    first = acquire(owner=OWNER)
+    row = locks.acquire(key, owner=OWNER, lease=30)
+    assert row is not None
+    second = acquire(owner=OWNER)
+    assert locks.get(pk=key).hold_count == 3
+    assert second.release()
+    assert first.release()
+    assert locks.held().get(pk=key).hold_count == 1
+    assert locks.release(key, owner=OWNER, version=row.version)

@@ -1,0 +1,199 @@
+"""Losses and renewals whatever logging does, and leases that nobody can release."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection
+from django.db.backends.utils import CursorWrapper
+
+from dblocks import Lease, Lock
+from dblocks.models import DistributedLock
+from tests.timing import DEADLINE, SLACK, always, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+
+TABLE = DistributedLock._meta.db_table
+
+
+class Unfit(logging.Handler):
+    """A log handler that raises or blocks, in the threads that dblocks starts."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(logging.WARNING)
+        #: How many times it fails.
+        self.times = times
+        self.reached = threading.Event()
+        self.over = threading.Event()
+        self._user = threading.current_thread()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        # In place of emit(), before which the caller would take the handler's lock.
+        if threading.current_thread() is self._user or self.times <= 0:
+            return True
+        self.times -= 1
+        self.reached.set()
+        self.fail()
+        return True
+
+    def fail(self) -> None:
+        raise NotImplementedError
+
+
+class Raising(Unfit):
+    """The disk is full."""
+
+    def fail(self) -> None:
+        raise RuntimeError("a broken log handler")
+
+
+class Blocking(Unfit):
+    """The log's collector doesn't read any more."""
+
+    def fail(self) -> None:
+        self.over.wait(DEADLINE)
+
+
+@pytest.fixture(
+    params=[(Raising, 1), (Raising, float("inf")), (Blocking, 1)],
+    ids=["raises once", "raises always", "blocks"],
+)
+def handler(request: pytest.FixtureRequest) -> Iterator[Unfit]:
+    """Give the logger of dblocks a handler that fails."""
+    kind, times = request.param
+    handler = kind(times)
+    logging.getLogger("dblocks").addHandler(handler)
+    yield handler
+    logging.getLogger("dblocks").removeHandler(handler)
+    handler.over.set()
+
+
+def told_of(lease: Lease) -> threading.Event:
+    """Return an event that is set when the lease's loss is told."""
+    told = threading.Event()
+    lease.on_lost(lambda lease: told.set())
+    return told
+
+
+# A thread of an unfit handler's own may end with its error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_loss_that_cant_be_logged(acquire: Leases, key: str, handler: Unfit) -> None:
+    """A loss is told on time although the log handler that hears of it fails."""
+    told = told_of(acquire(lease=0.4, renew=False))
+    assert told.wait(0.4 + SLACK)
+    # Nor does it matter to those that come after it.
+    assert handler.reached.wait(DEADLINE)
+    later = told_of(acquire(f"{key}:later", lease=0.4, renew=False))
+    assert later.wait(0.4 + SLACK)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_renewals_after_a_loss_that_cant_be_logged(
+    acquire: Leases, key: str, handler: Unfit, obtainable: Obtainable
+) -> None:
+    """Other leases are renewed after, and while, a log handler fails."""
+    before = acquire(f"{key}:before", lease=1.5)
+    acquire(f"{key}:lost", lease=0.3, renew=False)
+    assert handler.reached.wait(DEADLINE)
+    after = acquire(lease=1.5)
+    always(lambda: before.held and after.held, during=3, what="held")
+    assert not obtainable()
+    assert before.release() is True
+    assert after.release() is True
+
+
+@pytest.fixture
+def failing_renewals(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let so many of the next statements of other threads about locks fail."""
+    left = 0
+    execute = CursorWrapper.execute
+    user = threading.current_thread()
+
+    def fail(self: CursorWrapper, sql: str, params: Any = None) -> Any:
+        nonlocal left
+        if left and threading.current_thread() is not user and TABLE in sql:
+            left -= 1
+            raise OperationalError("the database is not itself")
+        return execute(self, sql, params)
+
+    def let_fail(times: int) -> None:
+        nonlocal left
+        left = times
+
+    monkeypatch.setattr(CursorWrapper, "execute", fail)
+    return let_fail
+
+
+@pytest.mark.database_backend
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_failed_renewal_that_cant_be_logged(
+    acquire: Leases, handler: Unfit, failing_renewals: Callable[[int], None]
+) -> None:
+    """A failed renewal is repeated in time although the failure can't be logged."""
+    lease = acquire(lease=3)
+    failing_renewals(1)
+    assert handler.reached.wait(DEADLINE)
+    always(lambda: lease.held, during=3.5, what="held")
+    assert lease.release() is True
+
+
+# Leases that are not given back
+
+
+def drop(leases: list[Lease]) -> None:
+    """Refer to them no more, which warns."""
+    with pytest.warns(ResourceWarning, match="dropped without release"):
+        leases.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("dropped_first", [True, False], ids=["inner", "outer"])
+def test_dropped_inner_lease(
+    acquire: Leases, lock: Locks, obtainable: Obtainable, dropped_first: bool
+) -> None:
+    """A dropped inner lease keeps nothing renewed once the outer one is released.
+
+    The outer one's object is referred to all the time: it holds nothing any more.
+    """
+    outer = acquire(lease=1.2)
+    inner = [lock(lease=1.2).acquire(timeout=0)]
+    if not dropped_first:
+        assert outer.release() is True
+    drop(inner)
+    if dropped_first:
+        assert outer.release() is True
+    eventually(obtainable, within=1.2 + SLACK, what="the end of the lease")
+    assert not outer.held
+
+
+def test_dropped_inner_lease_of_a_held_one(
+    acquire: Leases, lock: Locks, obtainable: Obtainable
+) -> None:
+    """An outer lease that is held is renewed on, whatever becomes of an inner one."""
+    outer = acquire(lease=2.4)
+    inner = [lock(lease=2.4).acquire(timeout=0)]
+    drop(inner)
+    always(lambda: outer.held, during=3.5, what="held")
+    assert not obtainable()
+
+
+@pytest.mark.database_backend
+def test_left_to_lapse(lock: Locks, obtainable: Obtainable) -> None:
+    """A lease that couldn't be released on leaving is not renewed any more."""
+    left: list[Lease] = []
+    try:
+        with lock(lease=1.2) as lease:
+            left.append(lease)
+            connection.set_autocommit(False)
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+    eventually(obtainable, within=1.2 + SLACK, what="the end of the lease")
+    assert not left[0].held

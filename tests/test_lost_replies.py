@@ -1,0 +1,144 @@
+"""A statement that was carried out although its reply never came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from dblocks import Lease, distributed_lock, signals
+from dblocks.models import DistributedLock
+from tests.fixtures import OtherThread
+from tests.test_failures import kill_session, lost_connection, own_session
+from tests.timing import DEADLINE
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+TABLE = DistributedLock._meta.db_table
+
+
+@contextmanager
+def first_reply_lost(meanwhile: Callable[[], object]) -> Iterator[list[str]]:
+    """The next write of the lock table is carried out, and its reply is lost.
+
+    Args:
+        meanwhile: Called in between, before the loss is known.
+    """
+    carried_out: list[str] = []
+
+    def lose(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        result = execute(sql, params, many, context)
+        if TABLE in sql and "UPDATE" in sql and not carried_out:
+            carried_out.append(sql)
+            meanwhile()
+            with context["connection"].wrap_database_errors:
+                raise lost_connection()
+        return result
+
+    with connection.execute_wrapper(lose):
+        yield carried_out
+    connection.close()
+
+
+@pytest.fixture
+def losses() -> Iterator[list[str]]:
+    """Collect the keys that ``lock_lost`` tells of."""
+    keys: list[str] = []
+
+    def hear(signal: Any, sender: Any, key: str, **said: Any) -> None:
+        keys.append(key)
+
+    signals.lock_lost.connect(hear)
+    yield keys
+    signals.lock_lost.disconnect(hear)
+
+
+class Successor:
+    """Takes the key as soon as it is free, and ends the connection of the releaser."""
+
+    def __init__(self, key: str, other: OtherThread, owner: str | None, goes: bool):
+        self._lock = distributed_lock(key, owner=owner)
+        self._other = other
+        self._goes = goes
+        connection.ensure_connection()
+        self._session = own_session()
+        self.lease: Lease | None = None
+
+    def __call__(self) -> None:
+        self.lease = self._other.do(self._lock.acquire, timeout=DEADLINE)
+        if self._goes:
+            self._other.do(self.lease.release)
+        self._other.do(kill_session, self._session)
+
+
+@pytest.fixture
+def successor(
+    key: str, other: OtherThread, request: pytest.FixtureRequest
+) -> Iterator[Successor]:
+    """Return who takes the key before the loss of the reply is known."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no replies to lose")
+    successor = Successor(key, other, *request.param)
+    yield successor
+    if successor.lease is not None:
+        other.do(successor.lease.release)
+
+
+SUCCESSORS = pytest.mark.parametrize(
+    "successor",
+    [
+        (None, False),
+        (None, True),
+        ("somebody else", False),
+    ],
+    indirect=True,
+    ids=["held", "held and released", "held by an explicit owner"],
+)
+
+
+@SUCCESSORS
+def test_released_and_taken_over(
+    key: str, successor: Successor, losses: list[str]
+) -> None:
+    """A release that was carried out is one, though somebody else came meanwhile."""
+    lease = distributed_lock(key).acquire(timeout=0)
+    told: list[Lease] = []
+    lease.on_lost(told.append)
+    with first_reply_lost(successor) as carried_out:
+        assert lease.release() is True
+    assert carried_out
+    assert lease.lost_reason is None
+    assert (told, losses) == ([], [])
+    assert lease.release() is False
+
+
+@SUCCESSORS
+def test_left_and_taken_over(key: str, successor: Successor, losses: list[str]) -> None:
+    """Leaving the block raises no LeaseLost: it was held until it was released."""
+    block = distributed_lock(key)
+    lease = block.__enter__()
+    error = None
+    with first_reply_lost(successor) as carried_out:
+        try:
+            block.__exit__(None, None, None)
+        except Exception as raised:
+            error = raised
+    assert carried_out
+    assert error is None
+    assert lease.lost_reason is None
+    assert losses == []
+
+
+@SUCCESSORS
+def test_successor_keeps_the_key(key: str, successor: Successor) -> None:
+    """The repeated release takes nothing away from who has the key by then."""
+    lease = distributed_lock(key).acquire(timeout=0)
+    with first_reply_lost(successor):
+        lease.release()
+    theirs = successor.lease
+    assert theirs is not None
+    held = DistributedLock.objects.held().filter(pk=key)
+    assert [row.version for row in held] == [theirs.fencing_token] * theirs.held

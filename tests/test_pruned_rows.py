@@ -1,0 +1,135 @@
+"""Rows that go away, by pruning or by hand, while somebody waits for their key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, transaction
+from django.db.models import QuerySet
+
+from dblocks import distributed_lock, transaction_lock
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.factories import let_expire
+from tests.fixtures import OtherThread, in_memory
+from tests.timing import DEADLINE, SLACK, always, eventually
+
+pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+#: For how long the waiters wait: longer than they may once the row is gone.
+LONG = 3 * SLACK
+
+
+def has_old_snapshots() -> bool:
+    """Is this where a transaction can't lock what its snapshot doesn't have?"""
+    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
+    return connection.vendor == "postgresql" and isolation == 3
+
+
+def delete(key: str) -> None:
+    """Delete the row by hand, held or not."""
+    QuerySet(DistributedLock).filter(pk=key).delete()
+
+
+def lapse_and_prune(key: str) -> None:
+    """Let the holder's time run out and prune, in one moment."""
+    with transaction.atomic():
+        let_expire(key)
+        assert DistributedLock.objects.prune(timedelta(seconds=10)) == 1
+
+
+GOING = pytest.mark.parametrize("go", [delete, lapse_and_prune])
+
+
+def in_block(key: str) -> Any:
+    """Wait in the with form."""
+    with transaction_lock(key, timeout=LONG) as row:
+        return row.key
+
+
+def in_function(key: str) -> Any:
+    """Wait in the decorator form."""
+
+    @transaction_lock("{key}", timeout=LONG)
+    def function(key: str) -> str:
+        return key
+
+    return function(key)
+
+
+def in_a_transaction(key: str) -> Any:
+    """Wait in a transaction that has begun before."""
+    with transaction.atomic():
+        return in_block(key)
+
+
+def by_manager(key: str) -> Any:
+    """Wait at the level of the manager."""
+    with transaction.atomic():
+        return DistributedLock.objects.for_update(key, timeout=LONG).key
+
+
+def for_a_lease(key: str) -> Any:
+    """Wait for a lease."""
+    with distributed_lock(key, timeout=LONG) as lease:
+        return lease.key
+
+
+FORMS = [in_block, in_function, in_a_transaction, by_manager, for_a_lease]
+
+
+@GOING
+@pytest.mark.parametrize("wait", FORMS)
+def test_row_goes_while_leased(
+    key: str, other: OtherThread, wait: Callable[[str], Any], go: Callable[[str], None]
+) -> None:
+    """Who waits for a lease gets the key when the row is gone, as no one has it."""
+    if connection.vendor == "sqlite" and wait in {in_a_transaction, by_manager}:
+        pytest.skip("who waits in a transaction has SQLite's only write lock")
+    with hold_elsewhere(key):
+        waiting = other.start(wait, key)
+        always(lambda: not waiting.done(), during=0.3, what="the wait")
+        go(key)
+        eventually(waiting.done, within=SLACK, what="the end of the wait")
+        assert waiting.result() == key
+    # It is there again.
+    distributed_lock(key).acquire(timeout=0).release()
+
+
+@pytest.mark.parametrize("wait", FORMS)
+def test_row_goes_while_it_is_queued_for(
+    key: str, threads: Callable[[], OtherThread], wait: Callable[[str], Any]
+) -> None:
+    """Who stands in the database's own queue for a row gets the key when it is gone.
+
+    But not in a transaction at PostgreSQL's REPEATABLE READ that has begun before.
+    """
+    if in_memory() and wait is not for_a_lease:
+        pytest.skip("a database in memory has no queue for its locked tables")
+    distributed_lock(key).acquire(timeout=0).release()
+    deleted, commit = Event(), Event()
+
+    def delete_slowly() -> None:
+        with transaction.atomic():
+            delete(key)
+            deleted.set()
+            assert commit.wait(DEADLINE)
+
+    deleting = threads().start(delete_slowly)
+    try:
+        assert deleted.wait(DEADLINE)
+        waiting = threads().start(wait, key)
+        always(lambda: not waiting.done(), during=0.3, what="the wait")
+    finally:
+        commit.set()
+        deleting.result(timeout=DEADLINE)
+    eventually(waiting.done, within=SLACK, what="the end of the wait")
+    if wait in {in_a_transaction, by_manager} and has_old_snapshots():
+        with pytest.raises(OperationalError):
+            waiting.result()
+    else:
+        assert waiting.result() == key

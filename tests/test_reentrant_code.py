@@ -1,0 +1,281 @@
+"""Locks used in the middle of locks: by handlers of signals, by the collector."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+
+from dblocks import Lease, LeaseLost, LockError, distributed_lock
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.factories import AccountFactory, stored
+from tests.fixtures import in_memory
+from tests.processes import ROOT
+from tests.testapp.models import Account
+
+#: Seconds for one program in a process of its own; it ends by itself when it hangs.
+PROGRAM = 120.0
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(backend: str, key: str) -> Run:
+    """Run a program of ``tests.reentrant``, which must end well."""
+    if backend == "default" and in_memory():
+        pytest.skip("a database in memory belongs to one process")
+
+    def run(program: str, **arguments: Any) -> None:
+        names = {
+            alias: connections[alias].settings_dict["NAME"] for alias in connections
+        }
+        arguments |= {"key": key, "backend": backend}
+        command = [sys.executable, "-m", "tests.reentrant", program]
+        ended = subprocess.run(
+            [*command, json.dumps(arguments)],
+            cwd=ROOT,
+            env={**os.environ, "DBLOCKS_TEST_NAMES": json.dumps(names, default=str)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM,
+            check=False,
+        )
+        # Where it stood, and what of.
+        assert ended.returncode == 0, ended.stderr[-4000:]
+
+    return run
+
+
+@pytest.mark.parametrize("action", ["acquire_and_release", "release"])
+@pytest.mark.parametrize("subject", ["take", "wait"])
+def test_signal_at_any_line(run: Run, subject: str, action: str) -> None:
+    """A handler's use of other locks neither hangs nor spoils what it interrupts."""
+    run("sweep", subject=subject, action=action)
+
+
+def test_signal_that_waits(run: Run) -> None:
+    """A handler may wait for a lock, wherever it interrupts the use of another."""
+    run("sweep", subject="take", action="wait_in_vain")
+
+
+def test_signal_that_releases_what_is_waited_for(run: Run) -> None:
+    """A handler may release the very lock that is being waited for."""
+    run("sweep", subject="wait_for_release", action="release_awaited")
+
+
+@pytest.mark.parametrize("subject", ["take", "wait"])
+def test_collected_at_any_line(run: Run, subject: str) -> None:
+    """So may the garbage collector, by closing a generator that holds a lock."""
+    run("sweep", subject=subject, action="close_generator")
+
+
+def test_alarms(run: Run) -> None:
+    """Hundreds of real alarms, in the middle of locks' statements too, do no harm."""
+    run("alarms", rounds=600)
+
+
+@pytest.mark.database_backend
+def test_alarms_at_a_taken_key(run: Run) -> None:
+    """A taken key is never granted, whatever else a handler sends meanwhile."""
+    if connection.vendor == "postgresql":
+        pytest.skip("what a handler sends there in a statement's middle, hangs")
+    run("alarms_at_taken_key", rounds=600)
+
+
+# Statements whose result is that of another one
+#
+# The driver for MySQL and MariaDB asks the connection, after a statement, for the
+# number of rows and for the number that was announced. What runs in between on the
+# same connection, as the handler of a signal does that arrived during the statement,
+# leaves its own there.
+
+
+class Interruptions:
+    """Runs an action after the n-th statement that writes locks, before its result."""
+
+    def __init__(self) -> None:
+        self.action: Callable[[], object] | None = None
+        self.left = 0
+        self.happened = False
+
+    def arm(self, action: Callable[[], object], number: int) -> None:
+        """Let it happen after so many others."""
+        self.action, self.left, self.happened = action, number, False
+
+    def disarm(self) -> None:
+        """Let nothing happen any more."""
+        self.action = None
+
+    def sent(self, query: bytes) -> None:
+        """Note that a statement was carried out."""
+        table = DistributedLock._meta.db_table.encode()
+        writes = b"UPDATE `" in query or b"INSERT " in query or b"UPDATE (" in query
+        if self.action is None or table not in query or not writes:
+            return
+        if self.left:
+            self.left -= 1
+            return
+        action, self.action, self.happened = self.action, None, True
+        action()
+
+
+@pytest.fixture
+def interruptions(committed: None, monkeypatch: pytest.MonkeyPatch) -> Interruptions:
+    """Interrupt this thread's statements between their end and their result."""
+    if connection.vendor != "mysql":
+        pytest.skip("the other drivers keep a statement's result with its cursor")
+    from MySQLdb.connections import Connection
+
+    interruptions = Interruptions()
+    query = Connection.query
+
+    def interrupted(self: Any, sql: bytes) -> None:
+        query(self, sql)
+        interruptions.sent(bytes(sql))
+
+    monkeypatch.setattr(Connection, "query", interrupted)
+    return interruptions
+
+
+class Meanwhile:
+    """What a handler does."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.leases: list[Lease] = []
+        # Tokens that differ from those of other keys, and a row to lock.
+        for name in ("kept", "other"):
+            for _ in range(3):
+                distributed_lock(f"{key}:{name}").acquire(timeout=0).release()
+
+    def acquire_and_release(self) -> None:
+        """Take another key and give it back."""
+        distributed_lock(f"{self.key}:other").acquire(timeout=0).release()
+
+    def acquire(self) -> None:
+        """Take another key."""
+        self.leases.append(distributed_lock(f"{self.key}:kept").acquire(timeout=0))
+
+    def acquire_new(self) -> None:
+        """Take another key, which has no row yet."""
+        self.leases.append(distributed_lock(f"{self.key}:new").acquire(timeout=0))
+
+    def insert(self) -> None:
+        """Insert a row of another table."""
+        AccountFactory()
+
+    def update_nothing(self) -> None:
+        """Update no row at all."""
+        Account.objects.filter(pk=-1).update(balance=1)
+
+
+@pytest.fixture
+def meanwhile(committed: None, key: str) -> Iterator[Meanwhile]:
+    """Give back what handlers have taken."""
+    meanwhile = Meanwhile(key)
+    yield meanwhile
+    for lease in meanwhile.leases:
+        with suppress(LockError):
+            lease.release()
+
+
+ACTIONS = pytest.mark.parametrize(
+    "action",
+    ["acquire_and_release", "acquire", "acquire_new", "insert", "update_nothing"],
+)
+
+#: After how many other statements of the same call.
+NUMBERS = pytest.mark.parametrize("number", [0, 1])
+
+
+@ACTIONS
+@NUMBERS
+@pytest.mark.parametrize("owner", [None, "importer"], ids=["thread", "explicit owner"])
+def test_taken_key_is_never_granted(
+    key: str,
+    interruptions: Interruptions,
+    meanwhile: Meanwhile,
+    action: str,
+    number: int,
+    owner: str | None,
+) -> None:
+    """A try for a key that somebody has is refused, whatever runs in its middle."""
+    with hold_elsewhere(key) as theirs:
+        interruptions.arm(getattr(meanwhile, action), number)
+        lease = distributed_lock(key, owner=owner).try_acquire()
+        interruptions.disarm()
+        assert lease is None
+        assert theirs.held
+        row = stored(key)
+        assert (row.owner, row.version) == (theirs.owner, theirs.fencing_token)
+
+
+@ACTIONS
+@NUMBERS
+@pytest.mark.parametrize("known", [True, False], ids=["known key", "new key"])
+@pytest.mark.parametrize("owner", [None, "importer"], ids=["thread", "explicit owner"])
+def test_grant_has_its_own_token(
+    key: str,
+    interruptions: Interruptions,
+    meanwhile: Meanwhile,
+    action: str,
+    number: int,
+    known: bool,
+    owner: str | None,
+) -> None:
+    """A grant has the token of its own row, whatever runs in its middle."""
+    if known:
+        distributed_lock(key).acquire(timeout=0).release()
+    interruptions.arm(getattr(meanwhile, action), number)
+    lease = distributed_lock(key, owner=owner).acquire(timeout=1)
+    interruptions.disarm()
+    row = stored(key)
+    assert (row.owner, row.version) == (lease.owner, lease.fencing_token)
+    # An explicit owner's may be counted one too high, until the lease is over.
+    assert row.hold_count in ({1} if owner is None else {1, 2})
+    assert lease.release() is True
+    assert distributed_lock(key).locked() == (row.hold_count == 2)
+
+
+@ACTIONS
+def test_release_knows_its_own_result(
+    key: str, interruptions: Interruptions, meanwhile: Meanwhile, action: str
+) -> None:
+    """A release says whether its own lease was held, whatever runs in its middle."""
+    lease = distributed_lock(key).acquire(timeout=0)
+    interruptions.arm(getattr(meanwhile, action), 0)
+    assert lease.release() is True
+    assert interruptions.happened
+    assert not distributed_lock(key).locked()
+    lost = distributed_lock(key).acquire(timeout=0)
+    assert DistributedLock.objects.force_release(key)
+    interruptions.arm(getattr(meanwhile, action), 0)
+    assert lost.release() is False
+    interruptions.disarm()
+    assert lost.lost_reason == "forced"
+
+
+@ACTIONS
+def test_renewal_knows_its_own_result(
+    key: str, interruptions: Interruptions, meanwhile: Meanwhile, action: str
+) -> None:
+    """A renewal says whether its own lease is held, whatever runs in its middle."""
+    lease = distributed_lock(key, renew=False).acquire(timeout=0)
+    interruptions.arm(getattr(meanwhile, action), 0)
+    lease.renew()
+    assert interruptions.happened
+    assert DistributedLock.objects.force_release(key)
+    interruptions.arm(getattr(meanwhile, action), 0)
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    interruptions.disarm()
+    assert not lease.held

@@ -1,0 +1,106 @@
+"""Several leases of one hold, released by several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from dblocks import Lease, Lock
+from tests.fixtures import OtherThread
+from tests.timing import DEADLINE
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Obtainable = Callable[..., bool]
+Threads = Callable[[], OtherThread]
+
+#: How long a held-back statement waits for the other release, which may wait for it.
+HELD_BACK = 0.3
+
+OWNERS = pytest.mark.parametrize(
+    "owner", [None, "importer"], ids=["handed over", "explicit owner"]
+)
+
+
+def told_losses(*leases: Lease) -> list[Lease]:
+    """Return a list to which each lease is added whose loss is told."""
+    told: list[Lease] = []
+    for lease in leases:
+        lease.on_lost(told.append)
+    return told
+
+
+@OWNERS
+@pytest.mark.database_backend
+@pytest.mark.parametrize("count", [2, 3])
+def test_release_overtaken_by_the_next(
+    acquire: Leases,
+    threads: Threads,
+    obtainable: Obtainable,
+    owner: str | None,
+    count: int,
+) -> None:
+    """A release whose statement comes after that of a later one takes nothing away."""
+    leases = [acquire(owner=owner) for _ in range(count)]
+    told = told_losses(*leases)
+    on_its_way, others_done = threading.Event(), threading.Event()
+
+    def hold_back(execute: Any, *args: Any) -> Any:
+        if not on_its_way.is_set():
+            on_its_way.set()
+            others_done.wait(HELD_BACK)
+        return execute(*args)
+
+    def release_slowly() -> bool:
+        with connection.execute_wrapper(hold_back):
+            return leases[0].release()
+
+    slow = threads().start(release_slowly)
+    try:
+        assert on_its_way.wait(DEADLINE)
+        others = [threads().start(lease.release) for lease in leases[1:]]
+        results = [other.result(timeout=DEADLINE) for other in others]
+    finally:
+        others_done.set()
+    assert [slow.result(timeout=DEADLINE), *results] == [True] * count
+    assert [lease.lost_reason for lease in leases] == [None] * count
+    assert not told
+    assert obtainable()
+
+
+@OWNERS
+def test_released_at_once(
+    acquire: Leases, threads: Threads, obtainable: Obtainable, owner: str | None
+) -> None:
+    """Released at the same moment, round after round, each was held until then."""
+    pair = threads(), threads()
+    barrier = threading.Barrier(2, timeout=DEADLINE)
+    pause = threading.Event()
+
+    def release(lease: Lease, delay: float) -> bool:
+        def late(execute: Any, *args: Any) -> Any:
+            pause.wait(delay)
+            return execute(*args)
+
+        with connection.execute_wrapper(late):
+            barrier.wait()
+            return lease.release()
+
+    for number in range(30):
+        leases = [acquire(owner=owner) for _ in range(2)]
+        told = told_losses(*leases)
+        # Now the one statement is the later one, now the other, now neither.
+        delays = [(0.01, 0), (0, 0.01), (0, 0)][number % 3]
+        releasing = [
+            thread.start(release, lease, delay)
+            for thread, lease, delay in zip(pair, leases, delays, strict=True)
+        ]
+        results = [future.result(timeout=DEADLINE) for future in releasing]
+        assert results == [True, True]
+        assert [lease.lost_reason for lease in leases] == [None, None]
+        assert not told
+        assert obtainable()

@@ -1,0 +1,164 @@
+"""What a renewal, a late answer or a waiter that is gone does to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from dblocks import Lease, Lock
+from dblocks.conf import backends
+from dblocks.signals import lock_lost
+from tests.fixtures import OtherThread
+from tests.timing import DEADLINE, SLACK, always, eventually
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+
+
+@pytest.fixture
+def losses() -> Any:
+    """Collect the losses that are told."""
+    told: list[str] = []
+
+    def note(reason: str, **kwargs: object) -> None:
+        told.append(reason)
+
+    lock_lost.connect(note)
+    yield told
+    lock_lost.disconnect(note)
+
+
+class Hanging:
+    """Lets the renewals of an engine hang, at first for ever."""
+
+    def __init__(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.over = threading.Event(), threading.Event()
+        engine: Any = backends[backend]
+        session = engine.renewal_session
+
+        def hanging_session() -> Any:
+            context = session()
+            original = context.__enter__
+
+            class Session:
+                def __enter__(this) -> Any:
+                    return this.of(original())
+
+                def __exit__(this, *exc_info: object) -> None:
+                    context.__exit__(*exc_info)
+
+                def of(this, renewer: Any) -> Any:
+                    this.renew = lambda renewals: self.renew(renewer, renewals)
+                    return this
+
+            return Session()
+
+        monkeypatch.setattr(engine, "renewal_session", hanging_session)
+
+    def renew(self, renewer: Any, renewals: Any) -> Any:
+        if not self.reached.is_set():
+            self.reached.set()
+            self.over.wait(DEADLINE)
+        return renewer.renew(renewals)
+
+
+@pytest.fixture
+def hanging(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the first renewal hang until the end of the test."""
+    # A renewal thread of an earlier test would not know of it.
+    eventually(
+        lambda: not any("renewal" in t.name for t in threading.enumerate()),
+        what="the end of the renewal threads",
+    )
+    hanging = Hanging(backend, monkeypatch)
+    yield hanging
+    hanging.over.set()
+
+
+def test_renewal_that_meets_the_release(
+    lock: Locks, hanging: Hanging, losses: list[str]
+) -> None:
+    """What is renewed while it is given back is no loss, whoever comes first."""
+    with lock(lease=1.5):
+        assert hanging.reached.wait(DEADLINE)
+    hanging.over.set()
+    always(lambda: not losses, during=0.5, what="quiet")
+
+
+def test_renewal_that_hangs(
+    lock: Locks, acquire: Leases, hanging: Hanging, key: str
+) -> None:
+    """One that hangs for a long lease costs the short ones nothing."""
+    long = acquire(lease=2.0)
+    assert hanging.reached.wait(DEADLINE)
+    short = acquire(f"{key}:short", lease=1.2)
+    always(lambda: short.held and long.held, during=3.0, what="held")
+
+
+def test_waiter_of_a_closed_loop(
+    lock: Locks, acquire: Leases, other: OtherThread
+) -> None:
+    """A waiter whose event loop was closed keeps nobody waiting."""
+    lease = acquire()
+
+    def abandon() -> None:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(lock(timeout=DEADLINE).aacquire())
+        loop.run_until_complete(asyncio.sleep(0.3))
+        # No exception comes out: the task is left where it waits.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        loop.close()
+
+    other.do(abandon)
+    waiting = other.start(lock(timeout=DEADLINE).acquire)
+    time.sleep(0.3)
+    lease.release()
+    started = time.monotonic()
+    other.do(waiting.result(DEADLINE).release)
+    assert time.monotonic() - started < SLACK
+
+
+def test_first_waiter_in_a_busy_loop(
+    lock: Locks, acquire: Leases, other: OtherThread
+) -> None:
+    """One behind it finds the key free when its own time runs out."""
+    lease = acquire()
+    began = threading.Event()
+
+    async def busy() -> None:
+        waiting = asyncio.ensure_future(lock(timeout=DEADLINE).aacquire())
+        await asyncio.sleep(0.3)
+        began.set()
+        time.sleep(2.0)
+        await (await waiting).arelease()
+
+    loop = threading.Thread(target=asyncio.run, args=[busy()])
+    loop.start()
+    assert began.wait(DEADLINE)
+    releasing = other.start(lambda: (time.sleep(0.2), lease.release()))
+    mine = lock(timeout=1.0).acquire()
+    assert mine.release()
+    assert releasing.result(DEADLINE)[1] is True
+    loop.join(DEADLINE)
+
+
+@pytest.mark.database_backend
+def test_wrapper_that_asks_the_database(lock: Locks) -> None:
+    """A project's wrapper may run statements of its own around those of a lock."""
+
+    def explain(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        result = execute(sql, params, many, context)
+        if "dblocks_" in sql:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT 1")
+        return result
+
+    with connection.execute_wrapper(explain):
+        lease = lock().acquire(timeout=1)
+        assert lease.release()

@@ -1,0 +1,105 @@
+"""Other threads beside a ``TestCase`` that holds a lock in its transaction."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from dblocks import LockTimeout, distributed_lock
+from dblocks.test import hold_elsewhere
+from tests.timing import SLACK
+
+pytestmark = [pytest.mark.django_db, pytest.mark.database_backend]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Future[tuple[Any, float]]:
+    """Call it in a thread that nobody waits for: the result, and how long it took.
+
+    What hangs on the test's transaction ends with that.
+    """
+    future: Future[tuple[Any, float]] = Future()
+
+    def call() -> None:
+        connections["default"].ensure_connection()
+        started = time.monotonic()
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result((result, time.monotonic() - started))
+        finally:
+            connections.close_all()
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
+def outcome(future: Future[tuple[Any, float]], within: float) -> Any:
+    """Return the result, which must have come in time."""
+    try:
+        result, seconds = future.result(timeout=within + SLACK)
+    except NotInTime:
+        pytest.fail(f"no answer within {within:g} s")
+    assert seconds <= within
+    return result
+
+
+@pytest.mark.parametrize("timeout", [0, 0.5])
+def test_try(key: str, timeout: float) -> None:
+    """A try by another thread for what the test holds is refused, and at once."""
+
+    def attempt() -> bool:
+        lease = distributed_lock(key).try_acquire(timeout=timeout)
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+    with distributed_lock(key, timeout=0) as lease:
+        assert outcome(in_a_thread(attempt), 1 + timeout) is False
+        assert lease.held
+
+
+def test_try_for_what_was_released(key: str) -> None:
+    """What the test has used, nobody else can see, and nobody waits for its end."""
+    with distributed_lock(key, timeout=0):
+        pass
+
+    def attempt() -> bool:
+        return distributed_lock(key).try_acquire() is not None
+
+    assert outcome(in_a_thread(attempt), 1) is False
+
+
+def test_try_for_what_is_held_elsewhere(key: str) -> None:
+    """So it is when the test has somebody else hold the key."""
+
+    def attempt() -> bool:
+        lease = distributed_lock(key).try_acquire()
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+    with hold_elsewhere(key):
+        assert outcome(in_a_thread(attempt), 1) is False
+
+
+def test_wait(key: str) -> None:
+    """A wait by another thread ends with a ``LockTimeout`` when its time is over."""
+
+    def wait() -> str:
+        try:
+            distributed_lock(key).acquire(timeout=0.5).release()
+        except LockTimeout as error:
+            return error.key
+        return "granted"
+
+    with distributed_lock(key, timeout=0):
+        assert outcome(in_a_thread(wait), 1.5) == key

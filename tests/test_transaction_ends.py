@@ -1,0 +1,492 @@
+"""What happens to locks, and in which order, when a transaction ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from django.conf import settings as django_settings
+from django.db import DatabaseError, connection, connections, transaction
+from django.db.transaction import TransactionManagementError
+
+from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock, signals
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, always, eventually, takes
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+
+locks = DistributedLock.objects.using("locks")
+PATH = "dblocks.backends.database.DatabaseBackend"
+TABLE = DistributedLock._meta.db_table
+
+two_databases = pytest.mark.skipif(
+    "locks" not in django_settings.DATABASES,
+    reason="LOCKS_DATABASE_URL names no second database",
+)
+
+
+class RolledBack(Exception):
+    """Raised by a test to roll a transaction back."""
+
+
+@pytest.fixture
+def taken(lock: Locks, other: OtherThread) -> Callable[..., bool]:
+    """Ask, from another thread and only by reading, whether a key is taken."""
+    return lambda *key: bool(other.do(lock(*key).locked))
+
+
+# Hooks that run before the release
+
+
+def make_an_account() -> None:
+    Account.objects.get_or_create(name="made in a hook")
+
+
+def roll_back() -> None:
+    with suppress(RolledBack), transaction.atomic():
+        raise RolledBack
+
+
+def nest() -> None:
+    with transaction.atomic(), transaction.atomic():
+        pass
+
+
+def register_another_hook() -> None:
+    with transaction.atomic():
+        transaction.on_commit(make_an_account)
+
+
+def use_a_lock() -> None:
+    with distributed_lock("used in a hook", atomic=True):
+        pass
+
+
+HOOKS = pytest.mark.parametrize(
+    "hook", [make_an_account, roll_back, nest, register_another_hook, use_a_lock]
+)
+
+
+@HOOKS
+def test_hook_with_a_transaction(
+    acquire: Leases, taken: Callable[..., bool], hook: Callable[[], None]
+) -> None:
+    """A hook that opens a transaction itself doesn't free the key for the next one."""
+    lease = acquire()
+    seen: list[bool] = []
+    with transaction.atomic():
+        transaction.on_commit(hook)
+        transaction.on_commit(lambda: seen.append(taken()))
+        lease.release()
+        transaction.on_commit(hook)
+        transaction.on_commit(lambda: seen.append(taken()))
+    assert seen == [True, True]
+    assert not taken()
+
+
+@pytest.mark.usefixtures("two_writers")
+@HOOKS
+def test_hook_with_a_transaction_after_an_inner_lock(
+    lock: Locks, taken: Callable[..., bool], hook: Callable[[], None]
+) -> None:
+    """So it is for a block that was entered and left inside the transaction."""
+    seen: list[bool] = []
+    with transaction.atomic():
+        with lock():
+            transaction.on_commit(hook)
+        transaction.on_commit(lambda: seen.append(taken()))
+    assert seen == [True]
+    assert not taken()
+
+
+@two_databases
+def test_hook_with_another_databases_transaction(
+    acquire: Leases, taken: Callable[..., bool]
+) -> None:
+    """A hook may open its transaction on another database."""
+    lease = acquire()
+    seen: list[bool] = []
+
+    def hook() -> None:
+        with transaction.atomic(using="locks"):
+            pass
+
+    with transaction.atomic():
+        transaction.on_commit(hook)
+        transaction.on_commit(lambda: seen.append(taken()))
+        lease.release()
+    assert seen == [True]
+    assert not taken()
+
+
+def test_failing_hook_after_one_with_a_transaction(
+    acquire: Leases, taken: Callable[..., bool]
+) -> None:
+    """The key is free, too, when a later hook raises."""
+    lease = acquire()
+    seen: list[bool] = []
+
+    def fail() -> None:
+        seen.append(taken())
+        raise RolledBack
+
+    with pytest.raises(RolledBack), transaction.atomic():  # noqa: PT012
+        transaction.on_commit(make_an_account)
+        transaction.on_commit(fail)
+        lease.release()
+    assert seen == [True]
+    assert not taken()
+
+
+# Several releases
+
+
+class Interrupted(BaseException):
+    """What a signal handler may raise at any point, as KeyboardInterrupt is."""
+
+
+@contextmanager
+def interrupted_receiver() -> Iterator[None]:
+    """The first receiver of ``lock_released`` is interrupted."""
+    heard: list[str] = []
+
+    def interrupt(signal: Any, sender: Any, key: str, **said: Any) -> None:
+        heard.append(key)
+        if len(heard) == 1:
+            raise Interrupted
+
+    signals.lock_released.connect(interrupt)
+    try:
+        yield
+    finally:
+        signals.lock_released.disconnect(interrupt)
+    assert heard
+
+
+@contextmanager
+def interrupted_statement(error: type[BaseException]) -> Iterator[None]:
+    """The first statement of the first release is interrupted."""
+    stopped: list[str] = []
+
+    def interrupt(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        ended = not context["connection"].in_atomic_block
+        if ended and TABLE in sql and "UPDATE" in sql and not stopped:
+            stopped.append(sql)
+            raise error
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(interrupt):
+        yield
+    assert stopped
+
+
+@pytest.fixture
+def three(acquire: Leases, key: str) -> list[Lease]:
+    """Return leases on three keys."""
+    return [acquire(f"{key} {name}") for name in ("first", "second", "third")]
+
+
+def release_all(leases: list[Lease]) -> None:
+    """Release leases in a transaction, and swallow what comes of its end."""
+    with suppress(Interrupted, RolledBack), transaction.atomic():
+        for lease in leases:
+            assert lease.release() is True
+
+
+def test_interrupted_receiver(three: list[Lease], taken: Callable[..., bool]) -> None:
+    """What a receiver is interrupted by at the first release keeps no key taken."""
+    with interrupted_receiver():
+        release_all(three)
+    assert [lease.key for lease in three if taken(lease.key)] == []
+    assert not any(lease.held for lease in three)
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("error", [RolledBack, Interrupted])
+def test_interrupted_statement(
+    three: list[Lease], taken: Callable[..., bool], error: type[BaseException]
+) -> None:
+    """A release that fails for whatever reason loses none of the others."""
+    with interrupted_statement(error):
+        release_all(three)
+    assert len([lease.key for lease in three if taken(lease.key)]) <= 1
+
+
+def test_interrupted_receiver_after_a_rollback(
+    three: list[Lease], taken: Callable[..., bool]
+) -> None:
+    """So it is when an exception of the body's ends the transaction."""
+    with (  # noqa: PT012
+        interrupted_receiver(),
+        pytest.raises((RolledBack, Interrupted)),
+        transaction.atomic(),
+    ):
+        for lease in three:
+            lease.release()
+        raise RolledBack
+    assert [lease.key for lease in three if taken(lease.key)] == []
+
+
+# Marked for rollback
+
+
+def in_block(lock: Lock, body: Callable[[Lease], None]) -> None:
+    with lock as lease:
+        body(lease)
+
+
+def by_lease(lock: Lock, body: Callable[[Lease], None]) -> None:
+    with lock.acquire() as lease:
+        body(lease)
+
+
+def in_function(lock: Lock, body: Callable[[Lease], None]) -> None:
+    @lock
+    def run() -> None:
+        body(current_lease())
+
+    run()
+
+
+FORMS = pytest.mark.parametrize("form", [in_block, by_lease, in_function])
+
+
+@FORMS
+def test_marked_for_rollback_and_overdue(
+    lock: Locks, form: Callable[..., None]
+) -> None:
+    """A body that marks its transaction for rollback still learns of the loss."""
+
+    def body(lease: Lease) -> None:
+        eventually(lambda: lease.lost_reason, what="the end of the lease")
+        AccountFactory(name="mine")
+        transaction.set_rollback(True)
+
+    raised = outcome(form, lock(atomic=True, lease=0.3, renew=False), body)
+    assert raised == "LeaseLost: expired"
+    assert not Account.objects.filter(name="mine").exists()
+
+
+@FORMS
+@pytest.mark.usefixtures("two_writers")
+def test_marked_for_rollback_and_forced_out(
+    lock: Locks, form: Callable[..., None], key: str, other: OtherThread
+) -> None:
+    """So it does when nothing was known of the loss until the release."""
+
+    def body(lease: Lease) -> None:
+        assert other.do(DistributedLock.objects.force_release, key)
+        AccountFactory(name="mine")
+        transaction.set_rollback(True)
+
+    raised = outcome(form, lock(atomic=True, lease=600, renew=False), body)
+    assert raised == "LeaseLost: forced"
+    assert not Account.objects.filter(name="mine").exists()
+
+
+@FORMS
+def test_marked_for_rollback_and_held(
+    lock: Locks, taken: Callable[..., bool], form: Callable[..., None]
+) -> None:
+    """A transaction that is rolled back while the lock is held is no error."""
+
+    def body(lease: Lease) -> None:
+        AccountFactory(name="mine")
+        transaction.set_rollback(True)
+
+    assert outcome(form, lock(atomic=True), body) == "left"
+    assert not Account.objects.filter(name="mine").exists()
+    assert not taken()
+
+
+def outcome(form: Callable[..., None], *args: Any) -> str:
+    """Run a form of lock and say how it ended."""
+    try:
+        form(*args)
+    except (LeaseLost, DatabaseError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+    return "left"
+
+
+# Locks in a database of their own
+
+
+@pytest.fixture
+def apart(key: str, settings: Any) -> Callable[..., Lock]:
+    """Make locks in the database ``locks``, beside the one with the data."""
+    settings.DBLOCKS = {
+        "default": {"BACKEND": PATH},
+        "apart": {"BACKEND": PATH, "OPTIONS": {"using": "locks"}},
+    }
+    return lambda **options: distributed_lock(key, backend="apart", **options)
+
+
+@pytest.fixture
+def committed_locks(readers_beside_a_writer: None) -> Iterator[None]:
+    """The database ``locks`` as in production, and emptied afterwards."""
+    yield
+    with connections["locks"].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {TABLE}")
+    connections["locks"].close()
+
+
+@two_databases
+@pytest.mark.usefixtures("committed_locks")
+class TestPinApart:
+    """The row apart is pinned until the outermost transaction has ended."""
+
+    @pytest.fixture
+    def obtainable(
+        self, apart: Callable[..., Lock], other: OtherThread
+    ) -> Callable[[], bool]:
+        """Ask whether somebody else would be granted the key (and give it back)."""
+
+        def ask() -> bool:
+            lease = apart(owner="somebody else").try_acquire()
+            return lease is not None and lease.release()
+
+        return lambda: bool(other.do(ask))
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_overdue_before_the_outer_commit(
+        self,
+        apart: Callable[..., Lock],
+        obtainable: Callable[[], bool],
+        key: str,
+        depth: int,
+    ) -> None:
+        """Nobody is granted the key between the guard's verdict and the commit."""
+        with ExitStack() as outer:
+            for _ in range(depth):
+                outer.enter_context(transaction.atomic())
+            with apart(atomic=True, lease=0.5, renew=False):
+                AccountFactory(name="mine")
+            eventually(
+                lambda: locks.expired().filter(pk=key).exists(),
+                what="the end of the lease",
+            )
+            with takes(at_most=1 + SLACK):
+                assert not obtainable()
+        assert Account.objects.filter(name="mine").exists()
+        assert obtainable()
+
+    @pytest.mark.parametrize("same", [True, False], ids=["same key", "other key"])
+    def test_pinned_twice(
+        self, apart: Callable[..., Lock], key: str, same: bool
+    ) -> None:
+        """Guarded locks one in the other don't wait for each other's pins."""
+        inner = distributed_lock(
+            key if same else f"{key}:inner", backend="apart", atomic=True
+        )
+        with takes(at_most=2 * SLACK), apart(atomic=True):
+            AccountFactory(name="outer")
+            with inner:
+                AccountFactory(name="inner")
+        assert Account.objects.filter(name__in=["outer", "inner"]).count() == 2
+
+    @pytest.mark.parametrize("times", [2])
+    def test_pinned_in_a_row(self, apart: Callable[..., Lock], times: int) -> None:
+        """Nor do those that follow each other in one outer transaction."""
+        try:
+            with takes(at_most=2 * SLACK), transaction.atomic():
+                for _ in range(times):
+                    with apart(atomic=True):
+                        AccountFactory()
+        except TransactionManagementError:
+            # The second would need SQLite's one writer; that is said at once.
+            assert connection.vendor == "sqlite"
+
+    def test_overdue_before_the_outer_rollback(
+        self, apart: Callable[..., Lock], obtainable: Callable[[], bool], key: str
+    ) -> None:
+        """A rollback of the outermost transaction ends the pin as well."""
+        with suppress(RolledBack), transaction.atomic():
+            with apart(atomic=True, lease=0.5, renew=False):
+                AccountFactory(name="mine")
+            eventually(
+                lambda: locks.expired().filter(pk=key).exists(),
+                what="the end of the lease",
+            )
+            assert not obtainable()
+            raise RolledBack
+        assert not Account.objects.filter(name="mine").exists()
+        assert obtainable()
+
+    def test_force_release_waits_for_the_outer_commit(
+        self, apart: Callable[..., Lock], key: str, other: OtherThread
+    ) -> None:
+        """Nobody forces the lock away between the verdict and the commit."""
+        committed: list[bool] = []
+
+        def force() -> bool:
+            done = bool(locks.force_release(key))
+            committed.append(Account.objects.filter(name="mine").exists())
+            return done
+
+        with transaction.atomic():
+            with apart(atomic=True, lease=600):
+                AccountFactory(name="mine")
+            forced = other.start(force)
+            always(lambda: not forced.done(), during=0.5, what="waiting")
+        # Released, or forced first: both come after the commit.
+        forced.result(timeout=DEADLINE)
+        assert committed == [True]
+
+    def test_forced_out_before_the_inner_end(
+        self, apart: Callable[..., Lock], key: str, other: OtherThread
+    ) -> None:
+        """A block that lost its lock is rolled back, and the outer one goes on."""
+        with transaction.atomic():
+            AccountFactory(name="outer")
+            with pytest.raises(LeaseLost), apart(atomic=True, lease=600, renew=False):  # noqa: PT012
+                AccountFactory(name="inner")
+                assert other.do(locks.force_release, key)
+        assert {one.name for one in Account.objects.all()} == {"outer"}
+
+
+@two_databases
+@pytest.mark.django_db(databases=["default", "locks"])
+class TestApartInATestCase:
+    """Inside Django's ``TestCase`` locks apart are on the test's own connections."""
+
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_commits(self, apart: Callable[..., Lock], key: str, depth: int) -> None:
+        """atomic=True works, in a transaction of the test's or none."""
+
+        def body(lease: Lease) -> None:
+            AccountFactory(name="mine")
+
+        with ExitStack() as outer:
+            for _ in range(depth):
+                outer.enter_context(transaction.atomic())
+            with takes(at_most=SLACK):
+                assert outcome(in_block, apart(atomic=True), body) == "left"
+        assert Account.objects.filter(name="mine").exists()
+        assert not apart().locked()
+
+    def test_forced_out(self, apart: Callable[..., Lock], key: str) -> None:
+        """A holder that was force-released meanwhile is rolled back."""
+
+        def body(lease: Lease) -> None:
+            AccountFactory(name="mine")
+            assert locks.force_release(key)
+
+        lock = apart(atomic=True, lease=600, renew=False)
+        with takes(at_most=SLACK):
+            assert outcome(in_block, lock, body) == "LeaseLost: forced"
+        assert not Account.objects.filter(name="mine").exists()
+
+    def test_excludes(self, apart: Callable[..., Lock], key: str) -> None:
+        """A key that somebody else holds is refused, and free afterwards."""
+        with hold_elsewhere(key, backend="apart"):
+            assert apart(atomic=True).try_acquire() is None
+        lock = apart(atomic=True, timeout=0)
+        assert outcome(in_block, lock, Lease.check) == "left"
+        assert not apart().locked()
