@@ -3,7 +3,7 @@ from __future__ import annotations
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
-from . import checks
+from . import checks  # noqa: F401 (which registers them)
 from .backends.database import transactions
 
 
@@ -13,5 +13,4 @@ class DblocksConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        checks.register()
         transactions.watch()

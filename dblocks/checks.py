@@ -9,7 +9,7 @@ asked of a server.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.core import checks
@@ -19,16 +19,6 @@ from django.utils.connection import ConnectionDoesNotExist
 from .backends.base import BaseBackend
 from .backends.messages import error, warning
 from .conf import backends
-
-SHORT_LEASE = 1.0
-
-
-def register() -> None:
-    """Register the checks with Django."""
-    checks.register(check_settings)
-    checks.register(check_deployment)
-    checks.register(check_connections, checks.Tags.database)
-    checks.register(check_databases, checks.Tags.database)
 
 
 def _made() -> tuple[list[BaseBackend], list[Exception]]:
@@ -48,41 +38,35 @@ def _made() -> tuple[list[BaseBackend], list[Exception]]:
     return made, faults
 
 
+@checks.register
 def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     """E001: every backend in ``DBLOCKS`` can be made as it is configured."""
-    _backends, faults = _made()
-    return [
-        error("E001", str(fault), "Correct the setting DBLOCKS.") for fault in faults
-    ]
+    return [error("E001", str(e), "Correct the setting DBLOCKS.") for e in _made()[1]]
 
 
-def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+@checks.register
+def check_deployment(**kwargs: Any) -> Iterator[checks.CheckMessage]:
     """W006, W008 and W009: what the settings and the process tell."""
-    messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
-        if backend.lease < SHORT_LEASE:
-            messages.append(
-                warning(
-                    "W008",
-                    f"DBLOCKS[{backend.alias!r}]: a LEASE of {backend.lease:g} s is "
-                    f"for tests only.",
-                    "A busy machine misses such a renewal: use 10 s or more.",
-                )
+        if backend.lease < 1:
+            yield warning(
+                "W008",
+                f"DBLOCKS[{backend.alias!r}]: a LEASE of {backend.lease:g} s is for "
+                f"tests only.",
+                "A busy machine misses such a renewal: use 10 s or more.",
             )
-        messages += backend.check()
+        yield from backend.check()
     uwsgi: Any = sys.modules.get("uwsgi")
     options = getattr(uwsgi, "opt", {})
     if uwsgi is not None and not {"enable-threads", b"enable-threads"} & set(options):
-        messages.append(
-            warning(
-                "W006",
-                "uWSGI runs no threads here: leases are not renewed.",
-                "Start uWSGI with --enable-threads.",
-            )
+        yield warning(
+            "W006",
+            "uWSGI runs no threads here: leases are not renewed.",
+            "Start uWSGI with --enable-threads.",
         )
-    return messages
 
 
+@checks.register(checks.Tags.database)
 def check_connections(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
@@ -90,6 +74,7 @@ def check_connections(
     return [m for b in _made()[0] for m in b.check_connection(databases)]
 
 
+@checks.register(checks.Tags.database)
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.dispatch import receiver
 from django.utils.module_loading import import_string
 
 from .backends.base import BaseBackend
@@ -31,7 +30,6 @@ class Backends:
 
     def forget(self) -> None:
         """Make all backends anew at their next use."""
-        self._lock = threading.RLock()
         self._made: dict[str, BaseBackend] = {}
 
     @property
@@ -40,16 +38,15 @@ class Backends:
         given = getattr(settings, "DBLOCKS", None) or {}
         if not isinstance(given, Mapping):
             raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
+        merged = {DEFAULT_ALIAS: DEFAULTS}
         for alias, config in given.items():
-            options = config.get("OPTIONS", {}) if isinstance(config, Mapping) else None
-            if not isinstance(options, Mapping):
+            is_dict = isinstance(config, Mapping)
+            merged[alias] = {**DEFAULTS, **config} if is_dict else {}
+            if not isinstance(merged[alias].get("OPTIONS"), Mapping):
                 raise ImproperlyConfigured(
                     f"DBLOCKS[{alias!r}] and its OPTIONS must be dicts, not {config!r}."
                 )
-        return {
-            alias: {**DEFAULTS, **config}
-            for alias, config in {DEFAULT_ALIAS: {}, **given}.items()
-        }
+        return merged
 
     def check(self, alias: str) -> None:
         """Raise if the settings lack an alias.
@@ -65,11 +62,8 @@ class Backends:
 
     def __getitem__(self, alias: str) -> BaseBackend:
         made = self._made
-        if alias not in made:
-            with self._lock:
-                if alias not in made:
-                    made[alias] = self._make(alias)
-        return made[alias]
+        # Threads that make it at once all get the one that came first.
+        return made.get(alias) or made.setdefault(alias, self._make(alias))
 
     def _make(self, alias: str) -> BaseBackend:
         config = self._config(alias)
@@ -88,23 +82,18 @@ class Backends:
 
     def _config(self, alias: str) -> dict[str, Any]:
         configured = self.settings
-        try:
-            return configured[alias]
-        except KeyError:
+        if alias not in configured:
             raise ImproperlyConfigured(
                 f"The setting DBLOCKS has no backend {alias!r}; it has: "
                 f"{', '.join(sorted(configured))}."
-            ) from None
+            )
+        return configured[alias]
 
 
 backends = Backends()
 
 
+@receiver(setting_changed)
 def _setting_changed(*, setting: str, **kwargs: object) -> None:
     if setting in {"DBLOCKS", "DATABASES", "DATABASE_ROUTERS"}:
         backends.forget()
-
-
-setting_changed.connect(_setting_changed)
-# The lock of another thread may be held at the moment of the fork.
-os.register_at_fork(after_in_child=backends.forget)

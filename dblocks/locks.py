@@ -13,7 +13,8 @@ from . import clock, signals, validation
 from .backends.base import BaseBackend
 from .backends.values import FOREVER, Reading
 from .conf import DEFAULT_ALIAS, backends
-from .decorators import decorate, is_bare
+from .decorators.decoratable import is_bare
+from .decorators.functions import LeaseCalls
 from .exceptions import LockTimeout
 from .holding import owners
 from .holding.holds import Hold, Terms, terms
@@ -185,7 +186,7 @@ class Lock:
 
     def __call__(self, function: F) -> F:
         """Decorate a function, so that its calls hold the lock."""
-        decorated: F = decorate(self, function)
+        decorated: F = LeaseCalls.decorate(self, function)
         return decorated
 
     def for_call(self, key: str, note: str) -> Lock:

@@ -186,25 +186,22 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             age = validation.duration("older_than", older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
-        while True:
-            row = rows.first()
-            # The same one again is a snapshot's, older than what the update sees.
-            if row is None or row.version == missed:
-                return False
-            missed = row.version
+        # The same one again is a snapshot's, older than what the update sees.
+        while (row := rows.first()) is not None and row.version != missed:
             if table.force_release(connections[self.db], key, row.version):
-                break
-        announce_force_release(
-            DistributedLock,
-            key=key,
-            using=self.db,
-            owner=row.owner,
-            holder=row.holder,
-            fencing_token=row.version,
-            by=by,
-            reason=reason,
-        )
-        return True
+                announce_force_release(
+                    DistributedLock,
+                    key=key,
+                    using=self.db,
+                    owner=row.owner,
+                    holder=row.holder,
+                    fencing_token=row.version,
+                    by=by,
+                    reason=reason,
+                )
+                return True
+            missed = row.version
+        return False
 
     def stale(self, older_than: float | timedelta) -> LockQuerySet:
         """Return the locks whose key has been free, or overdue, for ``older_than``."""
@@ -272,9 +269,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             TransactionManagementError: There is no transaction.
         """
         self._for_write = True
-        wait = validation.row_wait(nowait, skip_locked, timeout)
-        row: DistributedLock | None
-        row = transaction_locks.lock_row(self.db, validation.key(key), wait)
+        given = validation.UNSET if timeout is None else timeout
+        wait = validation.row_wait(nowait, skip_locked, given)
+        row: DistributedLock | None = transaction_locks.lock_row(
+            self.db, validation.key(key), wait or validation.RowWait(None)
+        )
         return row
 
 

@@ -7,6 +7,7 @@ without waiting, :func:`clear_locks` empties a backend between tests.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, InterfaceError
@@ -64,12 +65,14 @@ class hold_elsewhere:
         self._owner = owners.Owner("held elsewhere")
         self._leases: list[Lease] = []
 
-    def _enter(self) -> Lease:
+    @sync_only
+    def __enter__(self) -> Lease:
         lease = self._lock._acquire_for(self._owner)
         self._leases.append(lease)
         return lease
 
-    def _exit(self, exc: BaseException | None) -> None:
+    @sync_only
+    def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
             self._leases.pop()._release_now()
@@ -78,21 +81,11 @@ class hold_elsewhere:
             if exc is None:
                 raise
 
-    @sync_only
-    def __enter__(self) -> Lease:
-        return self._enter()
-
-    @sync_only
-    def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
-        self._exit(exc)
-
     async def __aenter__(self) -> Lease:
-        return await sync_to_async(self._enter)()
+        return await sync_to_async(self.__enter__)()
 
-    async def __aexit__(
-        self, kind: object, exc: BaseException | None, tb: object
-    ) -> None:
-        await sync_to_async(self._exit)(exc)
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await sync_to_async(self.__exit__)(*exc_info)
 
 
 def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> None:

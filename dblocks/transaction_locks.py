@@ -15,7 +15,8 @@ from . import validation
 from .backends.database import row_locks
 from .backends.database.transactions import in_transaction
 from .conf import DEFAULT_ALIAS, backends
-from .decorators import decorate_with_row, is_bare
+from .decorators.decoratable import is_bare
+from .decorators.functions import RowCalls
 from .exceptions import LockError
 from .holding import owners
 from .validation import UNSET, RowWait, Unset
@@ -96,14 +97,7 @@ class TransactionLock:
     ) -> None:
         self.key = key if callable(key) else validation.key(key)
         self.backend = validation.text("backend", backend)
-        unset = isinstance(timeout, Unset)
-        if timeout is None and (nowait or skip_locked):
-            raise ValueError(
-                "timeout=None waits for ever, nowait=True and skip_locked=True not at "
-                "all: leave one out"
-            )
-        wait = validation.row_wait(nowait, skip_locked, None if unset else timeout)
-        self._wait = None if unset and not nowait and not skip_locked else wait
+        self._wait = validation.row_wait(nowait, skip_locked, timeout)
         self._entered = threading.local()
 
     def __repr__(self) -> str:
@@ -124,7 +118,7 @@ class TransactionLock:
 
     def __call__(self, function: F) -> F:
         """Decorate a function, so that its calls run in a transaction with the row."""
-        decorated: F = decorate_with_row(self, function)
+        decorated: F = RowCalls.decorate(self, function)
         return decorated
 
     def __enter__(self) -> DistributedLock | None:

@@ -7,12 +7,11 @@ value, naming the argument and showing what was passed.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .exceptions import InvalidKey
 
@@ -70,20 +69,15 @@ def owner(value: object) -> str:
 
 def duration(name: str, value: object) -> float:
     """Return a duration in seconds, 0 or more."""
-    if isinstance(value, timedelta):
-        seconds = value.total_seconds()
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            seconds = float(value)
-        except OverflowError:
-            seconds = math.inf
-    else:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
         raise TypeError(
             f"{name} must be a number of seconds or a timedelta, not {value!r}"
         )
-    if not 0 <= seconds < math.inf:
+    # An int can be too large for a float.
+    if not 0 <= seconds <= sys.float_info.max:
         raise ValueError(f"{name} must be finite and not negative: {value!r}")
-    return seconds
+    return float(seconds)
 
 
 def lease(value: object, name: str = "lease") -> float:
@@ -132,26 +126,26 @@ def on_locked(value: object) -> OnLocked:
     raise kind(f"on_locked must be None, 'raise', 'skip' or a callable, not {value!r}")
 
 
-@dataclass(frozen=True)
-class RowWait:
+class RowWait(NamedTuple):
     """How ``SELECT … FOR UPDATE`` treats a taken key."""
 
     timeout: float | None
     skip: bool = False
 
 
-def row_wait(nowait: object, skip_locked: object, timeout_value: object) -> RowWait:
-    """Return how to wait; at most one of the three may be given."""
-    nowait = flag("nowait", nowait)
-    skip_locked = flag("skip_locked", skip_locked)
-    if nowait and skip_locked:
-        raise ValueError("nowait=True and skip_locked=True exclude each other")
-    if not nowait and not skip_locked:
-        return RowWait(timeout(timeout_value))
-    if timeout_value is not None:
-        name = "nowait" if nowait else "skip_locked"
-        raise ValueError(
-            f"{name}=True doesn't wait: leave out timeout={timeout_value!r}, or give "
-            f"timeout alone"
-        )
-    return RowWait(0.0, skip=skip_locked)
+def row_wait(nowait: object, skip_locked: object, patience: object) -> RowWait | None:
+    """Return how to wait, or ``None`` if no argument says.
+
+    At most one of ``nowait``, ``skip_locked`` and ``timeout`` may be given.
+    """
+    given = {
+        "nowait=True": flag("nowait", nowait),
+        "skip_locked=True": flag("skip_locked", skip_locked),
+        f"timeout={patience!r}": patience is not UNSET,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} exclude each other: give one alone")
+    if nowait or skip_locked:
+        return RowWait(0.0, skip=bool(skip_locked))
+    return None if patience is UNSET else RowWait(timeout(patience))

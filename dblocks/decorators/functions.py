@@ -13,18 +13,10 @@ from django.http import HttpRequest
 
 from ..exceptions import LockTimeout
 from ..validation import UNSET
+from . import views
 from .decoratable import check_decoratable, is_async, name_of
 from .requests import OwnTransactions, RequestTransactions
 from .templates import Args, CallTexts, Kwargs, function_note
-from .views import (
-    is_async_view,
-    is_method,
-    is_view_call,
-    locked_response,
-    request_of,
-    view_note,
-    warn_of_late_work,
-)
 
 if TYPE_CHECKING:
     from ..leases import Lease
@@ -32,81 +24,88 @@ if TYPE_CHECKING:
     from ..transaction_locks import TransactionLock
 
 
-def decorate(lock: Lock, function: Any) -> Any:
-    """Return a function that runs ``function`` while holding a lock.
-
-    The name, docstring, signature and ``__wrapped__`` are the function's own.
-
-    Raises:
-        TypeError, ImproperlyConfigured: As :func:`check_decoratable` says.
-    """
-    return _decorate(_LeaseCalls, lock, function)
-
-
-def decorate_with_row(lock: TransactionLock, function: Any) -> Any:
-    """Return a function that runs in a transaction with a key's row locked.
-
-    Raises:
-        TypeError, ImproperlyConfigured: As :func:`check_decoratable` says; async
-            functions are a ``TypeError`` too.
-    """
-    return _decorate(_RowCalls, lock, function)
-
-
-def _decorate(kind: type[_Calls], lock: Any, function: Any) -> Any:
-    if isinstance(function, (classmethod, staticmethod)):
-        return type(function)(_decorate(kind, lock, function.__func__))
-    return kind(lock, function).wrapper()
-
-
 class _Calls:
     """The calls of a function under a lock, and what they have in common.
 
     Attributes:
         skip: The argument that lets a call be skipped, if the lock has it.
+        atomic: What makes a call run in a transaction, if anything does.
         has_self: A call's first argument may be ``self``.
+        wrapper: What takes the function's place.
     """
 
     decorator: str
     lock: Any
+    wrapper: Any
     skip = ""
+    atomic = ""
 
     def __init__(self, lock: Any, function: Any, note: Any = "") -> None:
         check_decoratable(function, self.decorator, lock.backend)
         self.lock = lock
         self.function = function
         self.name = name_of(function)
-        self.has_self = is_method(function)
+        self.has_self = views.is_method(function)
         self.texts = CallTexts(lock.key, note, function)
 
-    def wrapper(self) -> Any:
+    @classmethod
+    def decorate(cls, lock: Any, function: Any) -> Any:
+        """Return a function that runs ``function`` under a lock.
+
+        The name, docstring, signature and ``__wrapped__`` are the function's own.
+
+        Raises:
+            TypeError, ImproperlyConfigured: As :func:`check_decoratable` says; for
+                what is async and would run in a transaction a ``TypeError`` too.
+        """
+        if isinstance(function, (classmethod, staticmethod)):
+            return type(function)(cls.decorate(lock, function.__func__))
+        calls = cls(lock, function)
+        if is_async(function):
+            calls.refuse_async()
+        calls.wrapper = calls.wrap()
+        return calls.wrapper
+
+    def wrap(self) -> Any:
         """Return what takes the function's place."""
 
         @wraps(self.function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return self.run(wrapper, args, kwargs)
+            return self.run(args, kwargs)
 
         return wrapper
 
-    def run(self, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
         """Run a sync function, or begin to run an async class-based view."""
         raise NotImplementedError
 
-    def view_request(
-        self, wrapper: Any, request: HttpRequest | None, args: Args
-    ) -> HttpRequest | None:
-        """Return the request of a call as a view; refuse one that could be skipped."""
-        if request is None or not is_view_call(wrapper, self.function, request, args):
-            return None
+    def refuse_async(self) -> None:
+        """Raise if async code were to run in a transaction."""
+        if self.atomic:
+            raise TypeError(
+                f"{self.atomic} can't be used on the async function {self.name}: "
+                f"Django has no async transactions. Put the transaction and its lock "
+                f"into a sync function and call that through sync_to_async()."
+            )
+
+    def requests(self, args: Args) -> tuple[HttpRequest | None, HttpRequest | None]:
+        """Return a call's request, and once more if the call is a view's.
+
+        Raises:
+            TypeError: A call as a view could be skipped.
+        """
+        request = views.request_of(args, self.has_self)
+        if request is None or not views.is_view_call(self.wrapper, request, args):
+            return request, None
         if self.skip:
             raise TypeError(
                 f"{self.skip} can't be used on the view {self.name}, which must return "
                 f"a response: leave it out for a 423."
             )
-        return request
+        return request, request
 
 
-class _LeaseCalls(_Calls):
+class LeaseCalls(_Calls):
     """Calls under a ``Lock``.
 
     Attributes:
@@ -126,36 +125,35 @@ class _LeaseCalls(_Calls):
             self.skip = 'on_locked="skip"'
             if lock.timeout is UNSET:
                 self.timeout = 0
-        if lock.atomic and is_async(function):
-            raise TypeError(
-                f"atomic=True can't be used on the async function {self.name}: "
-                f"Django has no async transactions. Put the transaction and its lock "
-                f"into a sync function and call that through sync_to_async()."
-            )
+        if lock.atomic:
+            self.atomic = "atomic=True"
 
-    def wrapper(self) -> Any:
+    def wrap(self) -> Any:
         if not is_async(self.function):
-            wrapper = super().wrapper()
+            wrapper = super().wrap()
             wrapper._non_atomic_requests = OwnTransactions(self.excluded)
             return wrapper
 
         @wraps(self.function)
         async def awrapper(*args: Any, **kwargs: Any) -> Any:
-            request = request_of(args, self.has_self)
-            of_view = self.view_request(awrapper, request, args)
+            _request, of_view = self.requests(args)
             return await self.arun(args, kwargs, of_view)
 
         return awrapper
 
-    def run(self, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
-        request = request_of(args, self.has_self)
-        of_view = self.view_request(wrapper, request, args)
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
+        request, of_view = self.requests(args)
         under: Callable[[Lease], AbstractContextManager[Any]] = nullcontext
         if request is not None:
             transactions = RequestTransactions.of(request)
             aliases = transactions.due(request, self.excluded)
-            if of_view is not None and is_async_view(self.function, args):
-                self._refuse_atomic(aliases)
+            if of_view is not None and views.is_async_view(self.function, args):
+                if aliases:
+                    # Django's own refusal, which the mark on the view has silenced.
+                    raise RuntimeError(
+                        "You cannot use ATOMIC_REQUESTS with async views."
+                    )
+                self.refuse_async()
                 return self.arun(args, kwargs, of_view)
             transactions.warn_if_late(self.name)
             under = partial(transactions.under, aliases)
@@ -167,7 +165,7 @@ class _LeaseCalls(_Calls):
         with lease, under(lease):
             response = self.function(*args, **kwargs)
         if of_view is not None:
-            warn_of_late_work(response, self.name)
+            views.warn_of_late_work(response, self.name)
         return response
 
     async def arun(
@@ -189,7 +187,7 @@ class _LeaseCalls(_Calls):
         async with lease:
             response = await self.function(*args, **kwargs)
         if of_view is not None:
-            warn_of_late_work(response, self.name)
+            views.warn_of_late_work(response, self.name)
         return response
 
     def _lock_for(
@@ -197,7 +195,7 @@ class _LeaseCalls(_Calls):
     ) -> Lock:
         key, note = self.texts.make(args, kwargs)
         if not self.lock.note:
-            note = view_note(of_view) or self._default_note
+            note = views.view_note(of_view) or self._default_note
         return self.lock.for_call(key, note)
 
     def _locked_out(
@@ -215,51 +213,31 @@ class _LeaseCalls(_Calls):
             return None
         if on_locked == "raise" or of_view is None:
             raise error
-        return locked_response(of_view, error)
-
-    def _refuse_atomic(self, aliases: list[str]) -> None:
-        """Raise if an async class-based view were to run in a transaction."""
-        if aliases:
-            # Django's own refusal, which the mark on the view has silenced.
-            raise RuntimeError("You cannot use ATOMIC_REQUESTS with async views.")
-        if self.lock.atomic:
-            raise TypeError(
-                f"atomic=True can't be used on the async view {self.name}: Django "
-                f"has no async transactions."
-            )
+        return views.locked_response(of_view, error)
 
 
-class _RowCalls(_Calls):
+class RowCalls(_Calls):
     """Calls under a ``TransactionLock``."""
 
     decorator = "transaction_lock"
+    atomic = "@transaction_lock"
     lock: TransactionLock
 
     def __init__(self, lock: TransactionLock, function: Any) -> None:
         super().__init__(lock, function)
         if lock.skips:
             self.skip = "skip_locked=True"
-        if is_async(function):
-            raise self._async_refused()
 
-    def run(self, wrapper: Any, args: Args, kwargs: Kwargs) -> Any:
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
         lock = self.lock.with_key(self.texts.make(args, kwargs)[0])
-        request = request_of(args, self.has_self)
-        if request is not None and is_async_view(self.function, args):
-            raise self._async_refused()
-        of_view = self.view_request(wrapper, request, args)
+        request, of_view = self.requests(args)
+        if request is not None and views.is_async_view(self.function, args):
+            self.refuse_async()
         with ExitStack() as block:
             try:
                 row = block.enter_context(lock)
             except LockTimeout as error:
                 if of_view is None:
                     raise
-                return locked_response(of_view, error)
+                return views.locked_response(of_view, error)
             return None if row is None else self.function(*args, **kwargs)
-
-    def _async_refused(self) -> TypeError:
-        return TypeError(
-            f"@transaction_lock can't decorate the async function {self.name}: Django "
-            f"has no async transactions. Decorate a sync function and call it through "
-            f"sync_to_async()."
-        )

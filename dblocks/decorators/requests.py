@@ -59,12 +59,8 @@ class RequestTransactions:
         mark = getattr(match and match.func, "_non_atomic_requests", None)
         if self.opened or not isinstance(mark, OwnTransactions):
             return []
-        by_project = set(mark)
-        return [
-            alias
-            for alias in _atomic_aliases()
-            if alias not in by_project and alias not in excluded
-        ]
+        marked = set(mark)
+        return [a for a in _atomic_aliases() if a not in excluded and a not in marked]
 
     @contextmanager
     def under(self, aliases: list[str], lease: Lease) -> Iterator[None]:
@@ -98,10 +94,8 @@ class RequestTransactions:
 
     def warn_if_late(self, name: str) -> None:
         """Warn if Django began the request's transaction before the lock was taken."""
-        if self.opened:
-            return
         late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
-        if late:
+        if late and not self.opened:
             warnings.warn(
                 f"{name}: ATOMIC_REQUESTS began the transaction on {late[0]!r} before "
                 f"the lock is taken. The lock is kept until that transaction ends, but "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import string
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -93,17 +94,18 @@ class _Maker(string.Formatter):
 
     def __init__(self, text: Text) -> None:
         self.text = text
-        trial = _Trial()
-        self.fields = trial.fields
+        self.fields: set[str] = set()
         self.literal: str | None = None
         if isinstance(text, str):
+            asked_for: Any = defaultdict(_Anything)
             try:
-                blank = trial.vformat(text, (), {})
+                blank = self.vformat(text, (), asked_for)
             except ValueError as error:
                 raise self.malformed(
                     f"{self.name} is no str.format template: {text!r} ({error}); "
                     f"write {{{{ and }}}} for braces"
                 ) from error
+            self.fields = {str(name) for name in asked_for}
             if not self.fields:
                 self.literal = self.accept(blank)
         elif inspect.iscoroutinefunction(text):
@@ -176,19 +178,11 @@ class _Note(_Maker):
         return "None" if value is None else super().format_field(value, format_spec)
 
 
-class _Trial(string.Formatter):
-    """Finds fault with a template alone, and the names that its fields begin with."""
-
-    def __init__(self) -> None:
-        self.fields: set[str] = set()
-
-    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
-        self.fields.add(str(key))
-        return _Anything()
-
-
 class _Anything:
-    """Has every attribute and every item, and can be formatted in every way."""
+    """Has every attribute and every item, and can be formatted in every way.
+
+    A template that is filled with it shows its faults, and the names of its fields.
+    """
 
     def __getattr__(self, name: str) -> _Anything:
         return self

@@ -22,11 +22,6 @@ from django.views import View
 from ..exceptions import LockTimeout
 from .templates import clean_note
 
-TEMPLATE = "423.html"
-
-
-# The answer
-
 
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     """Return the answer 423 Locked, which says when to come again and nothing else.
@@ -47,7 +42,7 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
         response = JsonResponse({"detail": text, "retry_after": seconds})
     else:
         try:
-            template = loader.get_template(TEMPLATE)
+            template = loader.get_template("423.html")
         except TemplateDoesNotExist:
             response = HttpResponse(text, content_type="text/plain; charset=utf-8")
         else:
@@ -58,18 +53,13 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     return response
 
 
-# Who calls
-
-
 def request_of(args: tuple[Any, ...], has_self: bool) -> HttpRequest | None:
     """Return the request that a call's first argument, after ``self``, is."""
+    drf = sys.modules.get("rest_framework.request")
+    kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
     for argument in args[: 2 if has_self else 1]:
-        if isinstance(argument, HttpRequest):
+        if isinstance(argument, kinds):
             return argument
-        drf = sys.modules.get("rest_framework.request")
-        if drf is not None and isinstance(argument, drf.Request):
-            request: HttpRequest = argument
-            return request
     return None
 
 
@@ -108,14 +98,13 @@ def is_async_view(function: Any, args: tuple[Any, ...]) -> bool:
     return getattr(_view_of(function, args), "view_is_async", False)
 
 
-def is_view_call(
-    wrapper: Any, function: Any, request: HttpRequest, args: tuple[Any, ...]
-) -> bool:
+def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> bool:
     """Tell whether a call with a request is the URL's view, and not a helper's."""
     match = request.resolver_match
     if match is None:
         return True
     target: Any = match.func
+    function = wrapper.__wrapped__
     kind = getattr(target, "view_class", None) or getattr(target, "cls", None)
     view = _view_of(function, args)
     if view is not None:
@@ -125,8 +114,7 @@ def is_view_call(
         # REST framework's api_view() makes a class of the function's name.
         return True
     method = getattr(getattr(function, "func", None), "__func__", None)
-    wanted = [one for one in (wrapper, function, method) if one is not None]
-    return any(layer is one for layer in _layers(target) for one in wanted)
+    return any(layer is function or layer is method for layer in _layers(target))
 
 
 def _layers(target: Any) -> Iterator[Any]:
@@ -141,9 +129,6 @@ def _layers(target: Any) -> Iterator[Any]:
             target = getattr(target, "__wrapped__", None)
         else:
             target = type(target).__call__
-
-
-# Work after the view
 
 
 def warn_of_late_work(response: object, name: str) -> None:
