@@ -1,8 +1,4 @@
-"""The admin of locks: what is held, by whom, since when, and how to free it.
-
-Nothing can be added, changed or deleted here. Force release, the only action, has its
-own permission and a confirmation page, and releases only the grants shown there.
-"""
+"""The admin of locks: what is held, by whom, since when, and how to free it."""
 
 from __future__ import annotations
 

@@ -47,16 +47,16 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
     pass, and none of a million rows in the order of their keys.
     """
 
+    object_list: Any
+
     @cached_property
     def keys(self) -> list[str]:
-        rows: Any = self.object_list
-        return list(rows.values_list("pk", flat=True)[: MAX_COUNT + 1])
+        return list(self.object_list.values_list("pk", flat=True)[: MAX_COUNT + 1])
 
     @cached_property
     def count(self) -> int:
-        if len(self.keys) > MAX_COUNT:
-            return _AtLeast(MAX_COUNT)
-        return len(self.keys)
+        count = len(self.keys)
+        return _AtLeast(MAX_COUNT) if count > MAX_COUNT else count
 
     def page(self, number: Any) -> Any:
         number = self.validate_number(number)
@@ -64,8 +64,7 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
         return Page(self.rows(self.keys[start : start + self.per_page]), number, self)
 
     def rows(self, keys: Sequence[str]) -> Any:
-        rows: Any = self.object_list
-        return rows.filter(pk__in=keys)
+        return self.object_list.filter(pk__in=keys)
 
 
 class LockChangeList(ChangeList):

@@ -14,7 +14,6 @@ from django.contrib import admin, messages
 from django.contrib.admin.templatetags.admin_urls import add_preserved_filters
 from django.contrib.admin.utils import label_for_field, quote
 from django.contrib.admin.widgets import AdminTextInputWidget
-from django.contrib.auth import get_permission_codename
 from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -27,13 +26,14 @@ from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from .. import validation
 from ..backends.database.expressions import SecondsUntil
-from ..conf import DEFAULT_ALIAS
-from ..management import lock_table
+from ..conf import DEFAULT_ALIAS, backends
 from ..models import DistributedLock, LockQuerySet, State
 from .formats import escaped, names_of
 
 MAX_AT_ONCE = 500
 """The most locks on one confirmation page, below Django's limit of form fields."""
+
+PERMISSION = "dblocks.force_release_distributedlock"
 
 PATIENCE = 1.0
 """Seconds for which a row that a transaction has locked is tried again."""
@@ -50,11 +50,6 @@ class ReleaseForm(forms.Form):
     )
 
 
-def field(lock: DistributedLock) -> str:
-    """Return a shown grant as one form field: fencing token and key."""
-    return f"{lock.version}:{escaped(lock.key)}"
-
-
 def parsed(fields: Iterable[str]) -> dict[str, int]:
     """Return each key's fencing token; skip fields that no page of ours made."""
     shown = {}
@@ -66,31 +61,22 @@ def parsed(fields: Iterable[str]) -> dict[str, int]:
 
 
 _OUTCOMES = {
-    "released": (
-        messages.SUCCESS,
-        ngettext_lazy(
-            "Released {count} lock: {keys}.", "Released {count} locks: {keys}.", "count"
-        ),
+    "released": ngettext_lazy(
+        "Released {count} lock: {keys}.", "Released {count} locks: {keys}.", "count"
     ),
-    "changed": (
-        messages.WARNING,
-        ngettext_lazy(
-            "Left {count} lock alone, which was released or changed hands since the "
-            "page was shown: {keys}.",
-            "Left {count} locks alone, which were released or changed hands since the "
-            "page was shown: {keys}.",
-            "count",
-        ),
+    "changed": ngettext_lazy(
+        "Left {count} lock alone, which was released or changed hands since the page "
+        "was shown: {keys}.",
+        "Left {count} locks alone, which were released or changed hands since the page "
+        "was shown: {keys}.",
+        "count",
     ),
-    "busy": (
-        messages.WARNING,
-        ngettext_lazy(
-            "Left {count} lock alone, whose row an open transaction has locked, "
-            "perhaps to commit: {keys}. Try again.",
-            "Left {count} locks alone, whose rows open transactions have locked, "
-            "perhaps to commit: {keys}. Try again.",
-            "count",
-        ),
+    "busy": ngettext_lazy(
+        "Left {count} lock alone, whose row an open transaction has locked, perhaps to "
+        "commit: {keys}. Try again.",
+        "Left {count} locks alone, whose rows open transactions have locked, perhaps "
+        "to commit: {keys}. Try again.",
+        "count",
     ),
 }
 """What can become of a lock on the page, and how a message says it."""
@@ -116,7 +102,7 @@ def is_busy(locks: LockQuerySet, key: str) -> bool:
 
 
 class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Allows nothing but looking and force release.
+    """Allows nothing but looking and force release, which has its own permission.
 
     The list's action and the button on a lock's page both lead to the confirmation
     page, whose POST releases the grants that it showed.
@@ -125,32 +111,25 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     actions = ("force_release",)
     #: The columns of the confirmation page.
     confirmed_fields: tuple[str, ...] = ()
-    force_release_template = "admin/dblocks/distributedlock/force_release.html"
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+    def _refuse(self, request: HttpRequest, obj: Any = None) -> bool:
         """Refuse: deleting would be a release without a trace."""
         return False
+
+    has_add_permission = has_change_permission = has_delete_permission = _refuse
 
     def has_force_release_permission(
         self, request: HttpRequest, obj: DistributedLock | None = None
     ) -> bool:
         """Tell whether the user may see locks and take them from their holders."""
-        codename = get_permission_codename("force_release", self.opts)
-        user: Any = request.user
-        return self.has_view_permission(request, obj) and user.has_perm(
-            f"{self.opts.app_label}.{codename}"
-        )
+        may_release: bool = request.user.has_perm(PERMISSION)
+        return may_release and self.has_view_permission(request, obj)
 
     @property
     def locks(self) -> LockQuerySet:
         """The default backend's table, or the default database's if it has none."""
-        using = lock_table.database(DEFAULT_ALIAS)
+        backend = backends[DEFAULT_ALIAS]
+        using = backend.using if backend.has_table else None
         return cast(LockQuerySet, DistributedLock.objects.using(using))
 
     def get_queryset(self, request: HttpRequest) -> LockQuerySet:
@@ -227,7 +206,11 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, locks: Sequence[DistributedLock], form: ReleaseForm
     ) -> HttpResponse:
         shown = locks[:MAX_AT_ONCE]
-        crumbs = self._crumbs(request, shown)
+        list_name = capfirst(self.opts.verbose_name_plural)
+        crumbs = [(self._url(request, "changelist"), list_name)]
+        if len(shown) == 1:
+            url = self._url(request, "change", quote(shown[0].key))
+            crumbs.append((url, Truncator(shown[0].key).chars(60)))
         context = {
             **self.admin_site.each_context(request),
             "title": _("Force release"),
@@ -235,41 +218,24 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "opts": self.opts,
             "crumbs": crumbs,
             "crumbs_are_list": django.VERSION >= (6, 1),
-            "rows": [(field(lock), self._cells(lock)) for lock in shown],
-            "count": len(shown),
+            "rows": [self._row(lock) for lock in shown],
             "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
             "form": form,
             "form_url": self._url(request, "force_release"),
             "back_url": crumbs[-1][0],
         }
         request.current_app = self.admin_site.name
-        return TemplateResponse(request, self.force_release_template, context)
+        template = "admin/dblocks/distributedlock/force_release.html"
+        return TemplateResponse(request, template, context)
 
-    def _crumbs(
-        self, request: HttpRequest, shown: Sequence[DistributedLock]
-    ) -> list[tuple[str, Any]]:
-        site, app = self.admin_site.name, self.opts.app_config
-        app_url = reverse("admin:app_list", args=[app.label], current_app=site)
-        list_url = self._url(request, "changelist")
-        crumbs = [
-            (reverse("admin:index", current_app=site), _("Home")),
-            (app_url, app.verbose_name),
-            (list_url, capfirst(self.opts.verbose_name_plural)),
-        ]
-        if len(shown) == 1:
-            url = self._url(request, "change", quote(shown[0].key))
-            crumbs.append((url, Truncator(shown[0].key).chars(60)))
-        return crumbs
-
-    def _cells(self, lock: DistributedLock) -> list[tuple[str, str]]:
-        empty = str(self.get_empty_value_display())
-        return [
-            (
-                capfirst(str(label_for_field(name, self.model, self))),
-                getattr(self, name)(lock) or empty,
-            )
-            for name in self.confirmed_fields
-        ]
+    def _row(self, lock: DistributedLock) -> tuple[str, list[tuple[str, str]]]:
+        """Return a grant's form field, fencing token and key, and its cells."""
+        cells = []
+        for name in self.confirmed_fields:
+            label = capfirst(str(label_for_field(name, self.model, self)))
+            cell = getattr(self, name)(lock) or self.get_empty_value_display()
+            cells.append((label, cell))
+        return f"{lock.version}:{escaped(lock.key)}", cells
 
     # The release
 
@@ -294,8 +260,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 outcome = self._release(request, lock, form.cleaned_data["reason"])
                 keys[outcome].append(lock.key)
             response = self._to_list(request)
-        for outcome, (level, text) in _OUTCOMES.items():
+        for outcome, text in _OUTCOMES.items():
             if names := keys[outcome]:
+                level = messages.SUCCESS if outcome == "released" else messages.WARNING
                 # format_html() would always take the plural.
                 sentence = text.format(count=len(names), keys=names_of(names))
                 self.message_user(request, SafeString(sentence), level)

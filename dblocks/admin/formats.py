@@ -73,9 +73,7 @@ def names_of(keys: Sequence[str]) -> SafeString:
     names = format_html_join(
         ", ", "<bdi>{}</bdi>", ((key,) for key in keys[:MAX_NAMED])
     )
-    if len(keys) > MAX_NAMED:
-        names = format_html("{}, …", names)
-    return names
+    return format_html("{}, …", names) if len(keys) > MAX_NAMED else names
 
 
 _ESCAPES = str.maketrans({"%": "%25", "\n": "%0A", "\r": "%0D"})

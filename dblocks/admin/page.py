@@ -10,6 +10,7 @@ from django.contrib import admin
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
+from django.db import connections
 from django.db.models import Q, Value
 from django.db.models.functions import Lower
 from django.db.models.lookups import Contains
@@ -20,7 +21,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import smart_split, unescape_string_literal
 from django.utils.translation import gettext_lazy
 
-from ..management import lock_table
+from ..backends.database import session_locks
 from ..models import DistributedLock, State
 from .changelist import LockChangeList, LockPaginator, StateFilter
 from .force_release import ForceReleaseAdmin
@@ -118,7 +119,8 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     @admin.display(description=gettext_lazy("waiting"))
     def waiting(self, lock: DistributedLock) -> int | None:
         """The number of waiters, where it is known."""
-        return lock_table.waiters(self.locks.db, [lock.key]).get(lock.key)
+        using = connections[self.locks.db]
+        return session_locks.waiters(using, [lock.key]).get(lock.key)
 
     @admin.display(description=gettext_lazy("held since"))
     def since_exact(self, lock: DistributedLock) -> SafeString | None:

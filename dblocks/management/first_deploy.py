@@ -10,13 +10,11 @@ import threading
 
 from django.db import OperationalError, connections, transaction
 from django.db.migrations.executor import MigrationExecutor
-from django.db.migrations.recorder import MigrationRecorder
 
-from dblocks.backends.database import dialects
-from dblocks.backends.database.connections import close, separate_connection
-from dblocks.management import lock_table
+from ..backends.database import dialects
+from ..backends.database.connections import close, separate_connection
+from .statuses import is_table_missing
 
-APP = "dblocks"
 PAUSE = 0.1
 """Seconds between attempts to get the native lock."""
 
@@ -26,10 +24,8 @@ def make_tables(
 ) -> None:
     """Run dblocks' own migrations if need be; wait while another machine does.
 
-    Args:
-        using: The alias of the locks' database.
-        called_off: Ends the wait.
-        migrating: Is set during the migrations, which shouldn't be interrupted.
+    ``called_off`` ends the wait; ``migrating`` is set during the migrations, which
+    shouldn't be interrupted.
     """
     has_server = dialects.of(connections[using]).has_row_locks
     attempt = _on_server if has_server else _on_sqlite
@@ -70,13 +66,12 @@ def _on_sqlite(using: str, migrating: threading.Event) -> bool:
 
 
 def _migrate(using: str, migrating: threading.Event) -> None:
-    applied = MigrationRecorder(connections[using]).applied_migrations()
-    if any(app == APP for app, _ in applied) or not lock_table.is_missing(using):
+    if not is_table_missing(using):
         return
     migrating.set()
     try:
         # The command's signals would run other apps' code before their tables exist.
         executor = MigrationExecutor(connections[using])
-        executor.migrate(executor.loader.graph.leaf_nodes(APP))
+        executor.migrate(executor.loader.graph.leaf_nodes("dblocks"))
     finally:
         migrating.clear()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from django.core.management.base import BaseCommand, CommandError, DjangoHelpFormatter
 from django.core.management.base import CommandParser as DjangoParser
 
-from dblocks.management import statuses
+from . import statuses
 
 _UNITS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -44,7 +44,7 @@ class LockCommand(BaseCommand):
     examples = ""
     verbosity = 1
 
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> Parser:
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> Any:
         parser = super().create_parser(
             prog_name,
             subcommand,
@@ -55,7 +55,6 @@ class LockCommand(BaseCommand):
         )
         # Django's method names the class itself.
         parser.__class__ = self.parser_class
-        assert isinstance(parser, self.parser_class)
         return parser
 
     def fail(self, text: str, status: int = statuses.NOTHING_DONE) -> NoReturn:

@@ -7,8 +7,8 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 
-from dblocks.backends.values import Reading
-from dblocks.models import DistributedLock, State
+from ..backends.values import Reading
+from ..models import DistributedLock, State
 
 HELD, EXPIRED, COOLING, FREE = State.values
 COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INFO"}
@@ -59,14 +59,12 @@ def aligned(facts: Mapping[str, object]) -> list[str]:
     return [f"{name:{width}}  {_text(value)}" for name, value in facts.items()]
 
 
-def table(
-    rows: Sequence[DistributedLock], waiting: Mapping[str, int], width: int
-) -> list[tuple[str, str | None]]:
+def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | None]]:
     """Return the lines of a table, each with its lock's state, cut to a width.
 
     The widest of key, holder and note shrinks first.
     """
-    cells = [list(_COLUMNS), *(_cells(row, waiting.get(row.key)) for row in rows)]
+    cells = [list(_COLUMNS), *map(_cells, locks)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     spare = width - 2 * (len(widths) - 1)
     while sum(widths) > spare:
@@ -75,16 +73,16 @@ def table(
             break
         widths[widest] -= 1
     lines = ["  ".join(map(_fit, line, widths)).rstrip() for line in cells]
-    states = [None, *(str(row.state) for row in rows)]
+    states = [None, *(lock["state"] for lock in locks)]
     return list(zip(lines, states, strict=True))
 
 
-def _cells(row: DistributedLock, waiting: int | None) -> list[str]:
-    shown = as_json(row, waiting)
-    if row.state == FREE:
+def _cells(lock: dict[str, Any]) -> list[str]:
+    shown = dict(lock)
+    if lock["state"] == FREE:
         shown |= {"holder": None, "note": None}
-    shown["age"] = _duration(shown["age"])
-    shown["remaining"] = _duration(shown["remaining"] or None)
+    shown["age"] = _duration(lock["age"])
+    shown["remaining"] = _duration(lock["remaining"] or None)
     return [_text(shown[column.lower()]) for column in _COLUMNS]
 
 
@@ -110,19 +108,13 @@ def _duration(value: float | None) -> str:
 
 def holder_of(reading: Reading) -> str:
     """Say who has a lock, and when it can be free."""
+    who = reading.holder or "somebody"
     note = f" ({reading.note})" if reading.note else ""
     rest = f"{max(0.0, reading.remaining):.1f} s"
     if reading.owner:
-        since = ""
         if reading.acquired_at is not None:
-            since = f" since {reading.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
-        return (
-            f"it is held by {reading.holder or 'somebody'}{since}{note}; "
-            f"its lease can end in {rest}"
-        )
+            who += f" since {reading.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
+        return f"it is held by {who}{note}; its lease can end in {rest}"
     if reading.remaining > 0:
-        return (
-            f"{reading.holder or 'somebody'}{note} has released it, and it stays "
-            f"taken for another {rest}"
-        )
+        return f"{who}{note} has released it, and it stays taken for another {rest}"
     return "a transaction has its row locked"

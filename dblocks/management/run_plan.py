@@ -10,15 +10,84 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.core.management import get_commands
-from django.core.management.base import CommandError
+from django.core.management.base import CommandError, CommandParser
 
-from dblocks import Lock, distributed_lock, validation
-from dblocks.management import lock_table
-from dblocks.management.statuses import NOT_FOUND, bad_usage, checked, find_backend
+from .. import validation
+from ..conf import DEFAULT_ALIAS
+from ..locks import Lock, distributed_lock
+from .parsing import BACKEND, DURATION, FLAG, STATUS
+from .statuses import CONFLICT, LOST, NOT_FOUND, bad_usage, checked, find_backend
 
 SYNOPSIS = "write: manage.py run_locked KEY [options] -- COMMAND [ARG ...]"
 
 KILL_AFTER = 5.0
+
+
+def add_lock_arguments(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("key", metavar="KEY", help="What is locked: up to 255 characters.")
+    waiting = parser.add_mutually_exclusive_group()
+    waiting.add_argument(
+        "--wait", **DURATION, help="Wait that long for the lock. Default: don't wait."
+    )
+    waiting.add_argument("--no-wait", **FLAG, help="Don't wait. This is the default.")
+    add(
+        "--lease",
+        **DURATION,
+        help="How long the lock stays taken after this machine has died; it is renewed "
+        "while the command runs. Default: LEASE in the setting DBLOCKS, or 30.",
+    )
+    add(
+        "--hold-at-least",
+        **DURATION,
+        default=0.0,
+        help="Keep the lock that long, even if the command ends sooner. Default: 0.",
+    )
+    add(
+        "--note",
+        metavar="TEXT",
+        help="What others see at the lock. Default: the program's name.",
+    )
+    add("--backend", **BACKEND, default=DEFAULT_ALIAS)
+
+
+def add_command_arguments(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add(
+        "--skip-if-locked",
+        **FLAG,
+        help="When it is taken, exit with 0 in silence. Default: say who has it.",
+    )
+    add(
+        "--conflict-exit-code",
+        **STATUS,
+        default=CONFLICT,
+        help="Exit status, 0 to 255, when the lock is taken. Default: 75.",
+    )
+    add(
+        "--lost-exit-code",
+        **STATUS,
+        default=LOST,
+        help="Exit status, 0 to 255, when the lease was lost. Default: 76.",
+    )
+    add(
+        "--kill-after",
+        **DURATION,
+        help="Time between SIGTERM and SIGKILL for the command when the lease is lost; "
+        "at most a third of the lease. Default: 5, or less if a third is less.",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--shell",
+        **FLAG,
+        help="COMMAND is one line for /bin/sh. Default: a program and its arguments.",
+    )
+    form.add_argument(
+        "--django",
+        **FLAG,
+        help='COMMAND is a management command of this project. Before "migrate", '
+        "dblocks' own tables are made if they are missing. Default: a program.",
+    )
 
 
 @dataclass(frozen=True)
@@ -26,15 +95,16 @@ class Plan:
     """What to run under which lock. Durations are seconds.
 
     Attributes:
-        command: The program and its arguments.
-        migrated: The database whose lock table is made first if it is missing.
+        using: The database with the lock table, if the backend has one.
+        migrates: Whether that table is made first if it is missing.
     """
 
     lock: Lock
     wait: float
     kill_after: float
     command: list[str]
-    migrated: str | None
+    using: str | None
+    migrates: bool
 
 
 def make_plan(
@@ -53,11 +123,7 @@ def make_plan(
     pythonpath: str | None = None,
     **options: Any,
 ) -> Plan:
-    """Check the options of ``run_locked``; what is wrong with them is bad usage.
-
-    Args:
-        options: Django's own, which aren't needed.
-    """
+    """Check the options of ``run_locked``; what is wrong with them is bad usage."""
     if not command:
         raise bad_usage(f"there is no command; {SYNOPSIS}")
     if shell and len(command) != 1:
@@ -65,7 +131,8 @@ def make_plan(
             f"--shell takes one line, not {len(command)} words: write the "
             f"line in quotes, as in --shell -- 'one | two'"
         )
-    seconds = find_backend(backend).lease
+    engine = find_backend(backend)
+    seconds = engine.lease
     if lease is not None:
         seconds = checked(validation.lease, lease, "--lease")
     timeout = checked(validation.bounded, "--wait", wait or 0.0)
@@ -83,9 +150,9 @@ def make_plan(
         note=_program_name(command[0], shell) if note is None else note,
         backend=backend,
     )
+    using = engine.using if engine.has_table else None
     migrates = django and command[0] == "migrate"
-    migrated = lock_table.database(backend) if migrates else None
-    return Plan(lock, timeout, _kill_after(kill_after, seconds), argv, migrated)
+    return Plan(lock, timeout, _kill_after(kill_after, seconds), argv, using, migrates)
 
 
 def _kill_after(given: float | None, lease: float) -> float:

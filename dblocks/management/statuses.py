@@ -8,10 +8,11 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
+from django.db import connections
 
-from dblocks.backends.base import BaseBackend
-from dblocks.conf import backends
-from dblocks.management import lock_table
+from ..backends.base import BaseBackend
+from ..backends.database import dialects
+from ..conf import backends
 
 NOTHING_DONE = 1
 # From sysexits.h.
@@ -46,10 +47,15 @@ def find_backend(alias: str) -> BaseBackend:
         raise bad_usage(f"--backend {alias}: {error}") from error
 
 
+def is_table_missing(using: str) -> bool:
+    """Tell whether a database answers and has no lock table."""
+    return dialects.TABLE not in connections[using].introspection.table_names()
+
+
 def database_failure(error: Exception, using: str | None) -> CommandError:
     """Turn an error of the locks' database into one line and an exit status."""
     with suppress(Exception):
-        if using is not None and lock_table.is_missing(using):
+        if using is not None and is_table_missing(using):
             return CommandError(
                 f"the database {using!r} has no lock table: run manage.py migrate "
                 f"dblocks --database {using} first",

@@ -136,11 +136,9 @@ class Group:
                 return stopped
             if not pid:
                 return stopped
-            if pid != self.id:
-                continue
-            if os.WIFSTOPPED(status):
+            if pid == self.id and os.WIFSTOPPED(status):
                 stopped = os.WSTOPSIG(status)
-            else:
+            elif pid == self.id:
                 self.status = os.waitstatus_to_exitcode(status)
                 self._process.returncode = self.status
 

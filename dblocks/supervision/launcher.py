@@ -20,9 +20,8 @@ GO = b"!"
 
 def main(channel: int, command: list[str]) -> None:
     # Undo what Python changed; a signal that the caller ignores stays ignored.
-    for name in ("SIGPIPE", "SIGXFZ", "SIGXFSZ"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.set_inheritable(channel, False)

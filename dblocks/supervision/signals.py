@@ -37,11 +37,9 @@ class Signals:
     SIGTSTP stops this process as usual until :meth:`catch_stops`.
     """
 
-    def __init__(self) -> None:
+    def __enter__(self) -> Signals:
         self._pending: deque[int] = deque()
         self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -89,8 +87,7 @@ class Signals:
     def wait(self, timeout: float, *files: int) -> bool:
         """Sleep until a signal, a call of :meth:`wake` or the timeout.
 
-        Returns:
-            Whether one of the files is readable, which ends the wait too.
+        A readable file ends the wait too; tell whether there is one.
         """
         ready = select.select([self._read, *files], [], [], max(0.0, timeout))[0]
         if self._read in ready:

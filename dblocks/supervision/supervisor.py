@@ -6,7 +6,9 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
+from ..exceptions import LeaseLost
 from ..leases import Lease
 from .group import Group, Sentinel, StartError
 from .sentinel import READY, now, terminate
@@ -23,14 +25,9 @@ STARTING = 15.0
 """Seconds within which each of the two helper programs must be ready."""
 
 _JOB_CONTROL = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-_MEANINGS = {
-    "expired": "its time ran out",
-    "taken": "somebody else holds the lock now",
-    "forced": "the lock was force-released",
-    "backend": "the database could not be reached in time to renew it",
-}
 
 
+@dataclass
 class Supervisor:
     """Runs a command while a lease lasts.
 
@@ -39,31 +36,19 @@ class Supervisor:
     and SIGKILL when ``kill_after`` or the lease is over, whichever comes first.
     ``lease.remaining()`` ends before the database would grant the key again.
 
-    Args:
-        lease: The lease, which renews itself.
+    Attributes:
         kill_after: Seconds between SIGTERM and SIGKILL.
         signals: Collects this process's signals, since before the lease was taken.
         say: Called with messages for the user.
-
-    Attributes:
         lost: Whether the lease was lost, or could not be trusted to last.
     """
 
-    def __init__(
-        self,
-        lease: Lease,
-        *,
-        kill_after: float,
-        signals: Signals,
-        say: Callable[[str], object],
-    ) -> None:
-        self.lease = lease
-        self.kill_after = kill_after
-        self.signals = signals
-        self.say = say
-        self.poll = min(POLL, lease.remaining() / 12)
-        self.lost = False
-        self.kill_at = self.deadline = 0.0
+    lease: Lease
+    kill_after: float
+    signals: Signals
+    say: Callable[[str], object]
+    lost = False
+    kill_at = deadline = 0.0
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int | None:
         """Run the command and return when its group is empty.
@@ -73,6 +58,7 @@ class Supervisor:
             of the lease has prevented the start.
         """
         self.lease.on_lost(lambda lease: self.signals.wake())
+        self.poll = min(POLL, self.lease.remaining() / 12)
         try:
             self.sentinel = Sentinel()
             try:
@@ -207,10 +193,11 @@ class Supervisor:
 
     def _resume(self) -> None:
         self.signals.catch_stops()
-        self.terminal.offer(self.group.id)
+        if os.isatty(0) and os.isatty(1):
+            self.terminal.give(self.group.id)
 
 
 def loss(lease: Lease) -> str:
     """Say why a lease is lost."""
     reason = lease.lost_reason or "expired"
-    return f"the lease is lost, {_MEANINGS.get(reason, reason)}"
+    return f"the lease is lost, {LeaseLost._MEANINGS.get(reason, reason)}"

@@ -37,16 +37,10 @@ class Terminal:
         """Put a group into the foreground if this process is in it."""
         return self._hand_over(os.getpgrp(), group)
 
-    def offer(self, group: int) -> None:
-        """:meth:`give` it if both standard input and standard output are terminals."""
-        if os.isatty(0) and os.isatty(1):
-            self.give(group)
-
     def take_back(self, group: int, *, restore_modes: bool = False) -> None:
         """Put this process into the foreground if the group is in it.
 
-        Args:
-            restore_modes: Restore the terminal's modes, which the group couldn't.
+        A group that was killed couldn't restore the terminal's modes.
         """
         self._hand_over(group, os.getpgrp(), self._modes if restore_modes else None)
 

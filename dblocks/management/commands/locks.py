@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from io import StringIO
 from typing import Any
@@ -17,24 +17,13 @@ from django.core.management.base import CommandParser, OutputWrapper
 from django.db import DatabaseError, InterfaceError, connections
 from django.utils.translation import ngettext
 
-from dblocks import validation
-from dblocks.conf import DEFAULT_ALIAS
-from dblocks.management import lock_table
-from dblocks.management.parsing import (
-    BACKEND,
-    DURATION,
-    FLAG,
-    LockCommand,
-    Parser,
-)
-from dblocks.management.rendering import COLORS, FREE, HELD, aligned, as_json, table
-from dblocks.management.statuses import (
-    bad_usage,
-    checked,
-    database_failure,
-    find_backend,
-)
-from dblocks.models import DistributedLock, LockQuerySet, State
+from ... import validation
+from ...backends.database import session_locks
+from ...conf import DEFAULT_ALIAS
+from ...models import DistributedLock, LockQuerySet, State
+from ..parsing import BACKEND, DURATION, FLAG, LockCommand, Parser
+from ..rendering import COLORS, FREE, HELD, aligned, as_json, table
+from ..statuses import bad_usage, checked, database_failure, find_backend
 
 WATCH_EVERY = 2.0
 JSON = {
@@ -113,20 +102,18 @@ exit status:
         if watch is not None:
             self._watch(rows, checked(validation.bounded, "--watch", watch))
         elif json:
-            waiting = self._waiting(rows)
-            self._write_json([as_json(row, waiting.get(row.key)) for row in rows])
+            self._write_json(self._facts(rows))
         else:
             self._draw(rows)
 
     def show(self, *, key: str, json: bool, **options: Any) -> None:
         """Show one lock."""
-        row = self._find(key)
-        shown = as_json(row, self._waiting([row]).get(row.key))
+        [facts] = self._facts([self._find(key)])
         if json:
-            self._write_json(shown)
+            self._write_json(facts)
         else:
-            for name, line in zip(shown, aligned(shown), strict=True):
-                state = row.state if name == "state" else None
+            for name, line in zip(facts, aligned(facts), strict=True):
+                state = facts["state"] if name == "state" else None
                 self.out.write(self._colored(line.rstrip(), state))
 
     def _find(self, key: str) -> DistributedLock:
@@ -136,8 +123,10 @@ exit status:
             self.fail(f"there is no lock {key!r}; manage.py locks list shows all")
         return row
 
-    def _waiting(self, rows: Iterable[DistributedLock]) -> Mapping[str, int]:
-        return lock_table.waiters(self.locks.db, [row.key for row in rows])
+    def _facts(self, rows: Iterable[DistributedLock]) -> Sequence[dict[str, Any]]:
+        keys = [row.key for row in rows]
+        waiting = session_locks.waiters(connections[self.locks.db], keys)
+        return [as_json(row, waiting.get(row.key)) for row in rows]
 
     def _write_json(self, value: object) -> None:
         self.stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
@@ -149,7 +138,7 @@ exit status:
             width, height = shutil.get_terminal_size()
         found = [*rows]
         shown = found[: max(1, height - 3)] if cut else found
-        for line, state in table(shown, self._waiting(shown), width):
+        for line, state in table(self._facts(shown), width):
             self.out.write(self._colored(line, state))
         text = ngettext("%(count)d lock", "%(count)d locks", len(found))
         text %= {"count": len(found)}

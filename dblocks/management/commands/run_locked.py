@@ -6,32 +6,29 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from functools import partial
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from django.core.management.base import CommandParser
+from django.db import connections
 
-from dblocks import Lease, LockError
-from dblocks.backends.values import Reading
-from dblocks.conf import DEFAULT_ALIAS
-from dblocks.management import lock_table, statuses
-from dblocks.management.first_deploy import make_tables
-from dblocks.management.parsing import (
-    BACKEND,
-    DURATION,
-    FLAG,
-    STATUS,
-    LockCommand,
-    Parser,
-)
-from dblocks.management.rendering import holder_of
-from dblocks.management.run_plan import SYNOPSIS, Plan, make_plan
-from dblocks.supervision.sentinel import now
-from dblocks.supervision.signals import Signals
-from dblocks.supervision.supervisor import Supervisor, loss
-from dblocks.supervision.waiter import Waiter, in_thread
+from ...backends.values import Reading
+from ...exceptions import LockError
+from ...holding import owners
+from ...holding.holds import Hold
+from ...leases import Lease
+from ...supervision.sentinel import now
+from ...supervision.signals import Signals
+from ...supervision.supervisor import Supervisor, loss
+from ...waiting.steps import run
+from ...waiting.wait import Steps, give_back, steps
+from .. import run_plan, statuses
+from ..first_deploy import make_tables
+from ..parsing import LockCommand, Parser
+from ..rendering import holder_of
+from ..run_plan import Plan
 
 T = TypeVar("T")
 
@@ -44,7 +41,7 @@ MAKING_TABLES = 10.0
 class RunParser(Parser):
     """Takes what follows ``--`` as it is."""
 
-    advice = f"; {SYNOPSIS}"
+    advice = f"; {run_plan.SYNOPSIS}"
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -81,8 +78,8 @@ exit status:
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.usage = "%(prog)s KEY [options] -- COMMAND [ARG ...]"
-        _add_lock_arguments(parser)
-        _add_command_arguments(parser)
+        run_plan.add_lock_arguments(parser)
+        run_plan.add_command_arguments(parser)
 
     def handle(
         self,
@@ -95,20 +92,15 @@ exit status:
     ) -> None:
         self.verbosity = verbosity
         self.from_command_line = getattr(self, "_called_from_command_line", False)
-        plan = make_plan(**options, from_command_line=self.from_command_line)
+        plan = run_plan.make_plan(**options, from_command_line=self.from_command_line)
         with Signals() as self.signals:
-            waiter = Waiter(plan.lock, self.signals.wake)
+            waiter = Waiter(plan, self.signals.wake)
             lease = self._acquire(plan, waiter, quiet=skip_if_locked)
             if lease is None:
                 if skip_if_locked:
                     return
                 self.fail(_conflict(plan, waiter.reading), conflict_exit_code)
-            supervisor = Supervisor(
-                lease,
-                kill_after=plan.kill_after,
-                signals=self.signals,
-                say=self._tell,
-            )
+            supervisor = Supervisor(lease, plan.kill_after, self.signals, self._tell)
             try:
                 status = supervisor.run(plan.command, _environment(lease))
                 if status is None:
@@ -123,8 +115,7 @@ exit status:
             sys.exit(status)
 
     def _acquire(self, plan: Plan, waiter: Waiter, quiet: bool) -> Lease | None:
-        migrating = threading.Event()
-        waiting = in_thread(partial(_get, plan, waiter, migrating), self.signals.wake)
+        waiting = waiter.result
         told = None
         while not waiting.done() and self.signals.ending() is None:
             self.signals.wait(0.5)
@@ -140,7 +131,7 @@ exit status:
         if self.signals.ending() is not None:
             waiter.called_off.set()
             status = self._not_run()
-            wait([waiting], MAKING_TABLES if migrating.is_set() else GIVING_BACK)
+            wait([waiting], MAKING_TABLES if waiter.migrating.is_set() else GIVING_BACK)
             lease = _result(waiting)
             if lease is not None:
                 self._release(lease, GIVING_BACK)
@@ -185,18 +176,90 @@ exit status:
                 self.stderr.write(f"run_locked: {text}")
 
 
-def _get(plan: Plan, waiter: Waiter, migrating: threading.Event) -> Lease | None:
-    """Acquire; whatever goes wrong has an exit status."""
-    try:
-        if plan.migrated is not None:
-            make_tables(plan.migrated, waiter.called_off, migrating)
-        return waiter.acquire()
-    except LockError as error:
-        raise statuses.bad_usage(error) from error
-    except Exception as error:
-        # 1 would be taken for the command's own status: this is the database's.
-        using = lock_table.database(plan.lock.backend)
-        raise statuses.database_failure(error, using) from error
+class Waiter:
+    """Acquires a lock for the thread that makes it, in another one.
+
+    Python runs a signal handler between two steps of the main thread, and a database
+    that doesn't answer makes one step last for seconds.
+
+    Attributes:
+        result: The lease, or ``None`` if the lock stays taken.
+        reading: Who had the lock at the last look.
+        called_off: Set it to stop waiting, at any moment.
+        migrating: Is set while tables are made.
+    """
+
+    def __init__(self, plan: Plan, wake: Callable[[], object]) -> None:
+        self._plan = plan
+        self._wake = wake
+        self._owner = owners.current()
+        self.reading = Reading()
+        self.called_off = threading.Event()
+        self.migrating = threading.Event()
+        self.result = in_thread(self._get, wake)
+
+    def _get(self) -> Lease | None:
+        """Acquire; whatever goes wrong has an exit status."""
+        using = self._plan.using
+        try:
+            if self._plan.migrates and using is not None:
+                make_tables(using, self.called_off, self.migrating)
+            return self._acquire()
+        except LockError as error:
+            raise statuses.bad_usage(error) from error
+        except Exception as error:
+            # 1 would be taken for the command's own status: this is the database's.
+            raise statuses.database_failure(error, using) from error
+
+    def _acquire(self) -> Lease | None:
+        attempt = self._plan.lock._attempt(me=self._owner)
+        found = run(self._watched(steps(attempt)))
+        if isinstance(found, Reading):
+            self.reading = found
+            return None
+        if self.called_off.is_set():
+            give_back(found)
+            return None
+        return self._plan.lock._lease(attempt, found)
+
+    def _watched(self, steps: Steps) -> Steps:
+        """Pass the steps on until called off; note the readings."""
+        with closing(steps):
+            try:
+                step = next(steps)
+                while not self.called_off.is_set():
+                    try:
+                        result = yield step
+                    except Exception as error:
+                        step = steps.throw(error)
+                        continue
+                    if isinstance(result, Reading):
+                        self.reading = result
+                        self._wake()
+                    step = steps.send(result)
+            except StopIteration as stop:
+                found: Hold | Reading = stop.value
+                return found
+        return self.reading
+
+
+def in_thread(function: Callable[[], T], wake: Callable[[], object]) -> Future[T]:
+    """Call a function, then ``wake``, in a thread that can't keep the process alive."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            try:
+                result = function()
+            finally:
+                connections.close_all()
+            future.set_result(result)
+        except BaseException as error:
+            future.set_exception(error)
+        wake()
+
+    threading.Thread(target=call, name="dblocks-run-locked", daemon=True).start()
+    return future
 
 
 def _result(future: Future[T]) -> T | None:
@@ -218,70 +281,3 @@ def _environment(lease: Lease) -> dict[str, str]:
     if lease.fencing_token is not None:
         environment["DBLOCKS_FENCING_TOKEN"] = str(lease.fencing_token)
     return environment
-
-
-def _add_lock_arguments(parser: CommandParser) -> None:
-    add = parser.add_argument
-    add("key", metavar="KEY", help="What is locked: up to 255 characters.")
-    waiting = parser.add_mutually_exclusive_group()
-    waiting.add_argument(
-        "--wait", **DURATION, help="Wait that long for the lock. Default: don't wait."
-    )
-    waiting.add_argument("--no-wait", **FLAG, help="Don't wait. This is the default.")
-    add(
-        "--lease",
-        **DURATION,
-        help="How long the lock stays taken after this machine has died; it is renewed "
-        "while the command runs. Default: LEASE in the setting DBLOCKS, or 30.",
-    )
-    add(
-        "--hold-at-least",
-        **DURATION,
-        default=0.0,
-        help="Keep the lock that long, even if the command ends sooner. Default: 0.",
-    )
-    add(
-        "--note",
-        metavar="TEXT",
-        help="What others see at the lock. Default: the program's name.",
-    )
-    add("--backend", **BACKEND, default=DEFAULT_ALIAS)
-
-
-def _add_command_arguments(parser: CommandParser) -> None:
-    add = parser.add_argument
-    add(
-        "--skip-if-locked",
-        **FLAG,
-        help="When it is taken, exit with 0 in silence. Default: say who has it.",
-    )
-    add(
-        "--conflict-exit-code",
-        **STATUS,
-        default=statuses.CONFLICT,
-        help="Exit status, 0 to 255, when the lock is taken. Default: 75.",
-    )
-    add(
-        "--lost-exit-code",
-        **STATUS,
-        default=statuses.LOST,
-        help="Exit status, 0 to 255, when the lease was lost. Default: 76.",
-    )
-    add(
-        "--kill-after",
-        **DURATION,
-        help="Time between SIGTERM and SIGKILL for the command when the lease is lost; "
-        "at most a third of the lease. Default: 5, or less if a third is less.",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--shell",
-        **FLAG,
-        help="COMMAND is one line for /bin/sh. Default: a program and its arguments.",
-    )
-    form.add_argument(
-        "--django",
-        **FLAG,
-        help='COMMAND is a management command of this project. Before "migrate", '
-        "dblocks' own tables are made if they are missing. Default: a program.",
-    )
