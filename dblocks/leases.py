@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import logging
-import os
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import (
     DEFAULT_DB_ALIAS,
     DatabaseError,
@@ -23,6 +18,7 @@ from django.db import (
     connections,
     transaction,
 )
+from django.utils.asyncio import async_unsafe
 
 from . import clock, signals, validation
 from .backends.database import transactions
@@ -34,25 +30,10 @@ from .waiting.wait import log_lapse
 
 logger = logging.getLogger("dblocks")
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def sync_only(function: F) -> F:
-    """Decorate what blocks, so that it raises inside a running event loop."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if asyncio._get_running_loop() is not None and not os.environ.get(
-            "DJANGO_ALLOW_ASYNC_UNSAFE"
-        ):
-            raise SynchronousOnlyOperation(
-                "A lock's sync form was used inside a running event loop; use its "
-                "async twin: async with, aacquire(), atry_acquire(), alocked(), "
-                "arenew(), arelease()."
-            )
-        return function(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
+sync_only = async_unsafe(
+    "A lock's sync form was used inside a running event loop; use its async twin: "
+    "async with, aacquire(), atry_acquire(), alocked(), arenew(), arelease()."
+)
 
 
 class Lease:
@@ -231,22 +212,15 @@ class Lease:
             DatabaseError: The database is out of reach, or a transaction has the row
                 pinned for longer than a second; the lease runs on as before.
         """
-        self._renew_now(None if lease is None else validation.lease(lease))
-
-    async def arenew(self, lease: object = None) -> None:
-        """:meth:`renew` for async code."""
         seconds = None if lease is None else validation.lease(lease)
-        await call_in_thread(self._hold.backend, lambda: self._renew_now(seconds))
-
-    def _renew_now(self, lease: float | None) -> None:
         self.check()
         hold = self._hold
         give_up = clock.monotonic() + PATIENCE
         while True:
             sent = clock.monotonic()
-            outcome = hold.backend.renew([hold.renewal(lease)])
+            outcome = hold.backend.renew([hold.renewal(seconds)])
             if hold.grant in outcome.extended:
-                hold.extend(sent, lease)
+                hold.extend(sent, seconds)
                 break
             if hold.grant in outcome.lost:
                 hold.lose(outcome.lost[hold.grant])
@@ -258,6 +232,10 @@ class Lease:
                 )
             time.sleep(0.01)
         self.check()
+
+    async def arenew(self, lease: object = None) -> None:
+        """:meth:`renew` for async code."""
+        await call_in_thread(self._hold.backend, lambda: self.renew(lease))
 
     # Releasing
 
@@ -292,9 +270,7 @@ class Lease:
 
     def _release_at_end(self) -> None:
         try:
-            if not self._open:
-                return
-            if not self._release_now() and not self._committed:
+            if self._open and not self._release_now() and not self._committed:
                 logger.warning(
                     "lost before the transaction ended key=%r reason=%s",
                     self.key,
@@ -314,26 +290,14 @@ class Lease:
         return held
 
     def _tell_released(self) -> None:
-        held_for = clock.monotonic() - self._hold.started
-        if logger.isEnabledFor(logging.DEBUG):
+        if logger.isEnabledFor(logging.DEBUG) or signals.lock_released.receivers:
+            facts = self._hold.facts(held_for=clock.monotonic() - self._hold.started)
             logger.debug(
-                "released key=%r backend=%s owner=%s fencing_token=%s held_for=%.3f",
-                self.key,
-                self.backend,
-                self.owner,
-                self.fencing_token,
-                held_for,
+                "released key=%(key)r backend=%(backend)s owner=%(owner)s "
+                "fencing_token=%(fencing_token)s held_for=%(held_for).3f",
+                facts,
             )
-        if signals.lock_released.receivers:
-            signals.lock_released.send_robust(
-                sender=self._hold.sender,
-                key=self.key,
-                backend=self.backend,
-                owner=self.owner,
-                fencing_token=self.fencing_token,
-                held_for=held_for,
-                lease=self,
-            )
+            signals.lock_released.send_robust(self._hold.sender, **facts, lease=self)
 
     # As a context manager
 
@@ -349,16 +313,11 @@ class Lease:
             self._block = block
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: Any) -> None:
         if self._block is not None:
             block, self._block = self._block, None
             try:
-                block.__exit__(exc_type, exc, traceback)
+                block.__exit__(exc_type, *exc_info)
             except BaseException:
                 self._leave(sys.exc_info()[0])
                 raise
@@ -383,10 +342,7 @@ class Lease:
         return self
 
     async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, *exc_info: Any
     ) -> None:
         try:
             await self.arelease()
@@ -438,7 +394,7 @@ def current_lease(key: str | None = None) -> Lease:
     Raises:
         LookupError: There is none.
     """
-    lease: Lease | None = next(owners.current().leases(key), None)
+    lease = next(owners.current().leases(key), None)
     if lease is None:
         wanted = "lease" if key is None else f"lease on {key!r}"
         raise LookupError(f"The current thread or task has no {wanted}.")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 from . import clock, signals, validation
-from .backends.base import BaseBackend
 from .backends.values import FOREVER, Reading
 from .conf import DEFAULT_ALIAS, backends
 from .decorators.decoratable import is_bare
 from .decorators.functions import LeaseCalls
 from .exceptions import LockTimeout
 from .holding import owners
-from .holding.holds import Hold, Terms, terms
+from .holding.holds import Hold, terms
 from .leases import Lease, sync_only
 from .validation import UNSET, OnLocked, Unset
 from .waiting.attempt import Attempt
@@ -110,29 +109,27 @@ def distributed_lock(
             '@distributed_lock("key"), or give the key as a template or a callable.'
         )
     return Lock(
-        key,
-        timeout=timeout,
-        lease=lease,
-        renew=renew,
-        max_hold=max_hold,
-        hold_at_least=hold_at_least,
-        owner=owner,
-        atomic=atomic,
-        on_locked=on_locked,
-        note=note,
-        backend=backend,
+        key=key if callable(key) else validation.key(key),
+        on_locked=validation.on_locked(on_locked),
+        timeout=timeout if timeout is UNSET else validation.timeout(timeout),
+        lease=lease if isinstance(lease, Unset) else validation.lease(lease),
+        renew=validation.flag("renew", renew),
+        max_hold=validation.max_hold(max_hold, renew),
+        hold_at_least=validation.bounded("hold_at_least", hold_at_least),
+        owner=None if owner is None else validation.owner(owner),
+        atomic=validation.flag("atomic", atomic),
+        note=note if callable(note) else validation.text("note", note),
+        backend=validation.text("backend", backend),
     )
 
 
+@dataclass(eq=False, repr=False)
 class Lock:
     """A named lock: what to lock, and how.
 
-    Exclusive among all processes that use the same database (or other engine): at any
-    moment at most one owner has a lease on the key that isn't over. Making one does
-    no I/O and is possible at import time; the object may be shared by threads and
-    used again, as a context manager (``with``, ``async with``), as a decorator, or
-    through :meth:`acquire` and :meth:`try_acquire`. Made by
-    :func:`dblocks.distributed_lock`, which documents the validation.
+    Made by :func:`dblocks.distributed_lock`, which tells what it promises; used as a
+    context manager (``with``, ``async with``), as a decorator, or through
+    :meth:`acquire` and :meth:`try_acquire`.
 
     Re-entrant for its owner: the current asyncio task; in sync code that asgiref runs
     for a task, that one call; else the current thread; or whoever presents the same
@@ -151,34 +148,19 @@ class Lock:
         timeout, lease, max_hold, hold_at_least: As given, in seconds.
     """
 
-    def __init__(
-        self,
-        key: str | Callable[..., str],
-        *,
-        timeout: object = UNSET,
-        lease: object = UNSET,
-        renew: bool = True,
-        max_hold: object = None,
-        hold_at_least: object = 0,
-        owner: str | None = None,
-        atomic: bool = False,
-        on_locked: OnLocked = None,
-        note: str | Callable[..., str] = "",
-        backend: str = DEFAULT_ALIAS,
-    ) -> None:
-        self.key = key if callable(key) else validation.key(key)
-        self.on_locked = validation.on_locked(on_locked)
-        self.timeout: float | Unset | None = UNSET
-        if not isinstance(timeout, Unset):
-            self.timeout = validation.timeout(timeout)
-        self.lease = lease if isinstance(lease, Unset) else validation.lease(lease)
-        self.renew = validation.flag("renew", renew)
-        self.max_hold = validation.max_hold(max_hold, self.renew)
-        self.hold_at_least = validation.bounded("hold_at_least", hold_at_least)
-        self.owner = None if owner is None else validation.owner(owner)
-        self.atomic = validation.flag("atomic", atomic)
-        self.note = note if callable(note) else validation.text("note", note)
-        self.backend = validation.text("backend", backend)
+    key: str | Callable[..., str]
+    on_locked: OnLocked
+    timeout: float | Unset | None
+    lease: float | Unset
+    renew: bool
+    max_hold: float | None
+    hold_at_least: float
+    owner: str | None
+    atomic: bool
+    note: str | Callable[..., str]
+    backend: str
+
+    def __post_init__(self) -> None:
         self._entered: dict[owners.Owner, list[Lease]] = {}
 
     def __repr__(self) -> str:
@@ -243,7 +225,8 @@ class Lock:
         A key that is cooling counts as locked. What a ``transaction_lock`` holds
         can't be seen without waiting for it.
         """
-        return self._is_locked()
+        reading = backends[self.backend].read(validation.literal("key", self.key))
+        return reading is not None and reading.remaining > 0
 
     async def aacquire(self, timeout: object = UNSET) -> Lease:
         """:meth:`acquire` for async code; waits without holding a thread."""
@@ -260,38 +243,10 @@ class Lock:
 
     async def alocked(self) -> bool:
         """:meth:`locked` for async code."""
-        return await call_in_thread(backends[self.backend], self._is_locked)
-
-    def _is_locked(self) -> bool:
-        reading = backends[self.backend].read(self._literal_key)
-        return reading is not None and reading.remaining > 0
-
-    def _terms(self, backend: BaseBackend) -> Terms:
-        """Return how it is held on a backend, whose settings give the defaults."""
-        lease = backend.lease if isinstance(self.lease, Unset) else self.lease
-        max_hold = FOREVER if self.max_hold is None else self.max_hold
-        return terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
-
-    @property
-    def _literal_key(self) -> str:
-        if callable(self.key):
-            raise TypeError(
-                f"key={self.key!r} is a callable, which only the decorator form calls; "
-                f"here the key must be a str."
-            )
-        return self.key
-
-    @property
-    def _literal_note(self) -> str:
-        if callable(self.note):
-            raise TypeError(
-                f"note={self.note!r} is a callable, which only the decorator form "
-                f"calls; here the note must be a str."
-            )
-        return self.note
+        return await call_in_thread(backends[self.backend], self.locked)
 
     def _attempt(
-        self, timeout: object = UNSET, me: owners.Owner | None = None
+        self, timeout: object = UNSET, by: owners.Owner | None = None
     ) -> Attempt:
         if self.on_locked is not None:
             raise TypeError(
@@ -299,26 +254,23 @@ class Lock:
                 f"catch LockTimeout, or use try_acquire() without on_locked."
             )
         backend = backends[self.backend]
-        if not isinstance(timeout, Unset):
-            wait = validation.timeout(timeout)
-        elif not isinstance(self.timeout, Unset):
-            wait = self.timeout
-        else:
-            wait = backend.timeout
+        wait = self.timeout if timeout is UNSET else validation.timeout(timeout)
+        lease = backend.lease if isinstance(self.lease, Unset) else self.lease
+        max_hold = FOREVER if self.max_hold is None else self.max_hold
         return Attempt(
             backend,
-            self._literal_key,
-            self._terms(backend),
-            me=me or owners.current(),
-            timeout=wait,
-            owner=self.owner,
-            note=self._literal_note,
-            sender=Lock,
+            validation.literal("key", self.key),
+            terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least),
+            by or owners.current(),
+            self.owner,
+            validation.literal("note", self.note),
+            Lock,
+            backend.timeout if isinstance(wait, Unset) else wait,
         )
 
     def _acquire_for(self, owner: owners.Owner) -> Lease:
         """Take the lock for another line of execution."""
-        attempt = self._attempt(me=owner)
+        attempt = self._attempt(by=owner)
         return self._lease(attempt, get(attempt))
 
     def _lease(self, attempt: Attempt, found: Hold | Reading) -> Lease:
@@ -334,7 +286,7 @@ class Lock:
             )
         lease = Lease(found, self.atomic)
         try:
-            attempt.me.add(lease)
+            attempt.by.add(lease)
             _tell_acquired(attempt, lease)
         except BaseException:
             if lease._close():
@@ -360,16 +312,11 @@ class Lock:
         lease = self._lease(attempt, get(attempt))
         if self.atomic:
             lease.__enter__()
-        self._entered.setdefault(attempt.me, []).append(lease)
+        self._entered.setdefault(attempt.by, []).append(lease)
         return lease
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._leave().__exit__(exc_type, exc, traceback)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._leave().__exit__(*exc_info)
 
     async def __aenter__(self) -> Lease:
         if self.atomic:
@@ -381,13 +328,8 @@ class Lock:
         self._entered.setdefault(owners.current(), []).append(lease)
         return lease
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._leave().__aexit__(exc_type, exc, traceback)
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._leave().__aexit__(*exc_info)
 
     def _leave(self) -> Lease:
         entered = self._entered
@@ -403,25 +345,13 @@ class Lock:
 
 
 def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
-    debug = logger.isEnabledFor(logging.DEBUG)
-    if not debug and not signals.lock_acquired.receivers:
-        return
-    waited = clock.monotonic() - attempt.started
-    logger.debug(
-        "acquired key=%r backend=%s owner=%s fencing_token=%s waited=%.3f",
-        attempt.key,
-        lease.backend,
-        lease.owner,
-        lease.fencing_token,
-        waited,
-    )
-    signals.lock_acquired.send_robust(
-        sender=Lock,
-        key=attempt.key,
-        backend=lease.backend,
-        owner=lease.owner,
-        fencing_token=lease.fencing_token,
-        waited=waited,
-        reentered=attempt.reentered,
-        lease=lease,
-    )
+    if logger.isEnabledFor(logging.DEBUG) or signals.lock_acquired.receivers:
+        facts = lease._hold.facts(waited=clock.monotonic() - attempt.started)
+        logger.debug(
+            "acquired key=%(key)r backend=%(backend)s owner=%(owner)s "
+            "fencing_token=%(fencing_token)s waited=%(waited).3f",
+            facts,
+        )
+        signals.lock_acquired.send_robust(
+            Lock, **facts, reentered=attempt.reentered, lease=lease
+        )

@@ -18,7 +18,7 @@ from .holding import owners
 from .holding.holds import registry
 from .holding.renewal import scheduler
 from .leases import Lease, sync_only
-from .locks import Lock
+from .locks import distributed_lock
 from .validation import UNSET, Unset
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
@@ -59,7 +59,7 @@ class hold_elsewhere:
         note: str = "",
         backend: str = DEFAULT_ALIAS,
     ) -> None:
-        self._lock = Lock(
+        self._lock = distributed_lock(
             validation.key(key), timeout=0, lease=lease, note=note, backend=backend
         )
         self._owner = owners.Owner("held elsewhere")

@@ -133,11 +133,7 @@ class TransactionLock:
 
     @contextmanager
     def _block(self) -> Iterator[DistributedLock | None]:
-        if callable(self.key):
-            raise TypeError(
-                f"key={self.key!r} is a callable, which only the decorator form calls; "
-                f"here the key must be a str."
-            )
+        key = validation.literal("key", self.key)
         backend = backends[self.backend]
         if not backend.has_table:
             raise NotSupportedError(
@@ -154,15 +150,15 @@ class TransactionLock:
                 f"distributed_lock with atomic=True, or open "
                 f"transaction.atomic(using={using!r}) around it."
             )
-        _refuse_nesting(using, self.key)
+        _refuse_nesting(using, key)
         if in_transaction(connection):
-            yield row_locks.lock_row(using, self.key, wait)
+            yield row_locks.lock_row(using, key, wait)
         elif connection.in_atomic_block:
             # A TestCase's transaction.
             with transaction.atomic(using=using):
-                yield row_locks.lock_row(using, self.key, wait)
+                yield row_locks.lock_row(using, key, wait)
         else:
-            with row_locks.own_transaction(connection, self.key, wait) as row:
+            with row_locks.own_transaction(connection, key, wait) as row:
                 yield row
 
 

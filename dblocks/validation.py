@@ -67,6 +67,16 @@ def owner(value: object) -> str:
     return text("owner", value, MAX_OWNER, empty=False)
 
 
+def literal(name: str, value: str | Callable[..., str]) -> str:
+    """Return a key or a note that no decorator makes from a call's arguments."""
+    if callable(value):
+        raise TypeError(
+            f"{name}={value!r} is a callable, which only the decorator form calls; "
+            f"here the {name} must be a str."
+        )
+    return value
+
+
 def duration(name: str, value: object) -> float:
     """Return a duration in seconds, 0 or more."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value

@@ -60,6 +60,25 @@ def nobody() -> None:
     """Return nothing: nobody is about to make a lease."""
 
 
+@dataclass(eq=False)
+class Claim:
+    """Who asks for a key, and how it is to be held.
+
+    Attributes:
+        by: The line of execution that asks.
+        owner: The explicit owner's id, or ``None``.
+        sender: The sender of the signals.
+    """
+
+    backend: BaseBackend
+    key: str
+    terms: Terms
+    by: Owner
+    owner: str | None
+    note: str
+    sender: type
+
+
 class Hold:
     """A grant that this process has.
 
@@ -67,7 +86,6 @@ class Hold:
         by: Who acquired it first.
         explicit: The owner's id was given by the caller, and may be in use in other
             threads and processes as well.
-        sender: The sender of its signals.
         started: Local clock before the request for it was sent.
         limit: Local clock beyond which no renewal moves the deadline.
         deadline: Local clock at which it counts as over, unless renewed before.
@@ -83,35 +101,23 @@ class Hold:
         ref: What the registry knows it by.
     """
 
-    def __init__(
-        self,
-        backend: BaseBackend,
-        granted: Granted,
-        terms: Terms,
-        sent: float,
-        *,
-        by: Owner,
-        explicit: bool,
-        note: str,
-        sender: type,
-        promised: Callable[[], object],
-    ) -> None:
-        self.backend = backend
+    def __init__(self, claim: Claim, granted: Granted, sent: float) -> None:
+        self.backend = claim.backend
         self.grant = granted.grant
-        self.terms = terms
-        self.by = by
-        self.explicit = explicit
-        self.note = note
-        self.sender = sender
+        self.terms = terms = claim.terms
+        self.by = claim.by
+        self.explicit = claim.owner is not None
+        self.note = claim.note
+        self.sender = claim.sender
         self.started = sent
         self.limit = sent + granted.limit
         self.failing = False
         self.counted = 1
         self.written = 1
-        self.promised = promised
+        self.promised: Callable[[], object] = weakref.ref(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = None
-        self.test_connection = backend.test_connection()
+        self.test_connection = claim.backend.test_connection()
         self.ref: weakref.ref[Hold] | None = None
         self.callbacks: deque[tuple[weakref.ref[Any], Callable[[Any], object]]] = (
             deque()
@@ -130,17 +136,15 @@ class Hold:
 
     def remaining(self) -> float:
         """Seconds for which it is certain that nobody else can have the key."""
-        if self._end or not self.counted:
-            return 0.0
-        return max(0.0, self.deadline - clock.monotonic())
+        return max(0.0, self.deadline - clock.monotonic()) if self.is_live() else 0.0
 
     @property
     def lost_reason(self) -> str | None:
         """Why it is lost, or ``None``."""
         end = self._end.get("as")
-        if end is not None:
-            return None if end[0] == RELEASED else end[0]
-        return self._overdue()
+        if end is None:
+            return self._overdue()
+        return None if end[0] == RELEASED else end[0]
 
     def _overdue(self) -> str | None:
         if not self.counted or clock.monotonic() < self.deadline:
@@ -152,6 +156,17 @@ class Hold:
         if self.promised() is not None:
             return True
         return any(ref() is not None for ref in list(self.leases))
+
+    def facts(self, **more: object) -> dict[str, object]:
+        """Return what the signals and the log tell of it."""
+        key, owner, token = self.grant
+        return {
+            "key": key,
+            "backend": self.backend.alias,
+            "owner": owner,
+            "fencing_token": token,
+            **more,
+        }
 
     def renewal(self, lease: float | None = None) -> Renewal:
         """Return what to ask for, by default one more lease."""
@@ -195,9 +210,7 @@ class Hold:
             self.renew_at = sent + self.terms.interval
         return True
 
-    def enter_again(
-        self, lease: float, patience: float, promised: Callable[[], object]
-    ) -> bool:
+    def enter_again(self, claim: Claim, patience: float) -> bool:
         """Count one more acquisition by the owner; ``False`` if it isn't held.
 
         Where that can't be written beside the caller's transaction it is only counted
@@ -207,11 +220,12 @@ class Hold:
             if not self.is_live():
                 return False
             self.counted += 1
-            self.promised = promised
+            self.promised = weakref.ref(claim)
             if not self.backend.can_write():
                 return True
             try:
                 sent = clock.monotonic()
+                lease = claim.terms.lease
                 renewal = self.renewal(lease)
                 count = None if self.explicit else self.counted
                 outcome = self.backend.reenter(renewal, count, patience)

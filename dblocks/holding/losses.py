@@ -24,29 +24,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dblocks")
 
-_pending: deque[Callable[[], object]] = deque()
-os.register_at_fork(after_in_child=_pending.clear)
+pending: deque[Callable[[], object]] = deque()
+os.register_at_fork(after_in_child=pending.clear)
 
 
 def tell(hold: Hold, reason: str) -> None:
     """Log that a hold is lost, run its callbacks and send the signal."""
-    held_for = clock.monotonic() - hold.started
+    facts = hold.facts(held_for=clock.monotonic() - hold.started, reason=reason)
 
     def news() -> None:
         _run_callbacks(hold)
         hold.leave_gate()
-        _guarded(
-            lock_lost.send_robust,
-            sender=hold.sender,
-            key=hold.grant.key,
-            backend=hold.backend.alias,
-            owner=hold.grant.owner,
-            fencing_token=hold.grant.version,
-            held_for=held_for,
-            reason=reason,
-        )
+        _guarded(lock_lost.send_robust, hold.sender, **facts)
         # Last: handlers wait for each other.
-        _guarded(_log_loss, hold, reason, held_for)
+        _guarded(
+            logger.warning,
+            "lost key=%(key)r backend=%(backend)s owner=%(owner)s "
+            "fencing_token=%(fencing_token)s held_for=%(held_for).3f reason=%(reason)s",
+            facts,
+        )
 
     apart(news)
 
@@ -58,18 +54,13 @@ def call_back(hold: Hold) -> None:
 
 def apart(function: Callable[[], object]) -> None:
     """Call a function in a thread of its own, as soon as one can be started."""
-    _pending.append(function)
+    pending.append(function)
     start_pending()
-
-
-def are_pending() -> bool:
-    """Tell whether there is news for which no thread could be started."""
-    return bool(_pending)
 
 
 def start_pending() -> None:
     """Start the threads that couldn't be started before."""
-    for _ in range(len(_pending)):
+    for _ in range(len(pending)):
         thread = threading.Thread(target=_run_one, name="dblocks-news", daemon=True)
         try:
             thread.start()
@@ -79,7 +70,7 @@ def start_pending() -> None:
 
 def _run_one() -> None:
     try:
-        function = _pending.popleft()
+        function = pending.popleft()
     except IndexError:
         return
     try:
@@ -89,26 +80,12 @@ def _run_one() -> None:
 
 
 def _run_callbacks(hold: Hold) -> None:
-    while True:
-        try:
+    with suppress(IndexError):
+        while True:
             ref, callback = hold.callbacks.popleft()
-        except IndexError:
-            return
-        lease = ref()
-        if lease is not None:
-            _guarded(callback, lease)
-
-
-def _log_loss(hold: Hold, reason: str, held_for: float) -> None:
-    logger.warning(
-        "lost key=%r backend=%s owner=%s fencing_token=%s held_for=%.3f reason=%s",
-        hold.grant.key,
-        hold.backend.alias,
-        hold.grant.owner,
-        hold.grant.version,
-        held_for,
-        reason,
-    )
+            lease = ref()
+            if lease is not None:
+                _guarded(callback, lease)
 
 
 def _guarded(function: Callable[..., object], *args: object, **kwargs: object) -> None:

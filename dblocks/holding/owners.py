@@ -15,9 +15,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from asgiref.sync import SyncToAsync
+
+if TYPE_CHECKING:
+    from ..leases import Lease
 
 
 def _describe_process() -> str:
@@ -27,40 +30,29 @@ def _describe_process() -> str:
 _process = _describe_process()
 
 
-class Held(Protocol):
-    """What an owner remembers of a lease."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def _open(self) -> bool: ...
-
-
 class Owner:
     """A line of execution, with its leases.
 
     Attributes:
-        name: The thread's or the task's name, for people.
-        holder: Host, process, and that name.
+        holder: Host, process, and the thread's or the task's name, for people.
     """
 
-    __slots__ = ("__weakref__", "_leases", "holder", "name")
+    __slots__ = ("__weakref__", "_leases", "holder")
 
     def __init__(self, name: str) -> None:
         # A thread's name may hold what no text column takes.
-        self.name = name.encode(errors="replace").decode().replace("\0", "?")
-        self.holder = f"{_process} {self.name}"[:255]
-        self._leases: list[weakref.ref[Any]] = []
+        name = name.encode(errors="replace").decode().replace("\0", "?")
+        self.holder = f"{_process} {name}"[:255]
+        self._leases: list[weakref.ref[Lease]] = []
 
-    def add(self, lease: Held) -> None:
+    def add(self, lease: Lease) -> None:
         """Remember a lease as the innermost one."""
         leases = self._leases
         if leases:
             leases = [ref for ref in leases if (it := ref()) is not None and it._open]
         self._leases = [*leases, weakref.ref(lease)]
 
-    def leases(self, key: str | None = None) -> Iterator[Any]:
+    def leases(self, key: str | None = None) -> Iterator[Lease]:
         """Yield its open leases, of one key or of any, the innermost first."""
         for ref in reversed(self._leases):
             lease = ref()

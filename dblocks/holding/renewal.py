@@ -16,7 +16,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 
 from django.db import connections
 
@@ -77,10 +78,8 @@ class RenewalScheduler:
         while self._thread is me:
             now = clock.monotonic()
             self._look(now)
-            if self._used or self._workers or losses.are_pending():
+            if not registry.is_empty() or self._used or self._workers or losses.pending:
                 idle_since, self._used = now, False
-            elif not registry.is_empty():
-                idle_since = now
             elif now - idle_since >= LINGER:
                 self._thread = None
                 # What was added in the meantime has seen a scheduler at work.
@@ -91,20 +90,22 @@ class RenewalScheduler:
 
     def _look(self, now: float) -> None:
         """Tell what is lost, send what is due."""
-        holds = registry.all()
-        for hold in holds:
+        live: list[Hold] = []
+        for hold in registry.all():
             if hold.is_referred_to():
                 hold.note_overdue()
-            if not hold.is_live() or not hold.is_referred_to():
+            if hold.is_live() and hold.is_referred_to():
+                live.append(hold)
+            else:
                 registry.discard(hold)
         registry.forget(now)
         losses.start_pending()
-        for backend, batch in _due(holds, now).items():
+        for backend, batch in _due(live, now).items():
             self._send(backend, batch)
-        needed = {h.backend for h in holds if h.terms.renew and h.is_live()}
+        needed = {hold.backend for hold in live if hold.terms.renew}
         for backend, worker in list(self._workers.items()):
             lingers = backend in needed or now - worker.used_at < LINGER
-            hangs = worker.busy and worker.give_up_at <= now
+            hangs = worker.batch and worker.give_up_at <= now
             if not lingers or hangs or not worker.is_alive():
                 self._dismiss(backend, worker)
 
@@ -113,57 +114,51 @@ class RenewalScheduler:
         worker.end()
         for ref in worker.batch:
             hold = ref()
-            if hold is not None and worker.busy:
+            if hold is not None:
                 hold.renew_at = clock.monotonic()
 
     def _send(self, backend: BaseBackend, batch: list[Hold]) -> None:
-        worker = self._workers.get(backend)
-        busy_for = clock.monotonic() - worker.used_at if worker and worker.busy else 0.0
-        if worker is not None and busy_for > min(h.terms.interval for h in batch) / 2:
+        now, worker = clock.monotonic(), self._workers.get(backend)
+        patience = min(hold.terms.interval for hold in batch) / 2
+        if worker is not None and worker.batch and now - worker.used_at > patience:
             # It hangs, perhaps on a dead socket; these have no time to wait for it.
             self._dismiss(backend, worker)
             worker = None
+        for hold in batch:
+            hold.failing = True
+            hold.renew_at = now + _soon(hold)
         if worker is None:
             worker = _Worker(self, backend)
             try:
                 worker.start()
             except RuntimeError as error:
                 _tell_failure(backend, len(batch), error)
-                for hold in batch:
-                    hold.failing = True
-                    hold.renew_at = clock.monotonic() + _soon(hold)
                 return
             self._workers[backend] = worker
-        for hold in batch:
-            hold.failing = True
-            hold.renew_at = clock.monotonic() + _soon(hold) if worker.busy else math.inf
-        if not worker.busy:
+        if not worker.batch:
             worker.take(batch)
 
     def _sleep(self) -> None:
         now = clock.monotonic()
-        wakes_at = now + LONGEST_SLEEP
-        for hold in registry.all():
-            wakes_at = min(wakes_at, hold.renew_at, hold.deadline)
-        hold = None  # type: ignore[assignment]
-        self._wakes_at = wakes_at
+        self._wakes_at = min(now + LONGEST_SLEEP, _next_event())
         # What was added before that was written may be due earlier.
-        for hold in registry.all():
-            wakes_at = min(wakes_at, hold.renew_at, hold.deadline)
-        hold = None  # type: ignore[assignment]
-        try:
+        wakes_at = min(self._wakes_at, _next_event())
+        with suppress(queue.Empty):
             if wakes_at > now:
                 self._wakes.get(timeout=wakes_at - now)
             while True:
                 self._wakes.get_nowait()
-        except queue.Empty:
-            pass
         # Until the next sleep it looks by itself.
         self._wakes_at = math.inf
 
 
-def _due(holds: Iterable[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
-    live = [hold for hold in holds if hold.is_live() and hold.is_referred_to()]
+def _next_event() -> float:
+    """Return when the first hold is due or over."""
+    moments = (min(hold.renew_at, hold.deadline) for hold in registry.all())
+    return min(moments, default=math.inf)
+
+
+def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
     due: dict[BaseBackend, list[Hold]] = {}
     backends = {hold.backend for hold in live if hold.renew_at <= now}
     for hold in live:
@@ -188,8 +183,8 @@ class _Worker(threading.Thread):
         self._scheduler = scheduler
         self._backend = backend
         self._batches: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        #: What it is at, or nothing.
         self.batch: list[weakref.ref[Hold]] = []
-        self.busy = False
         self.used_at = clock.monotonic()
         self.give_up_at = 0.0
 
@@ -199,7 +194,8 @@ class _Worker(threading.Thread):
 
     def take(self, batch: list[Hold]) -> None:
         """Renew a batch."""
-        self.busy = True
+        for hold in batch:
+            hold.renew_at = math.inf
         self.used_at = clock.monotonic()
         self.give_up_at = max(hold.deadline for hold in batch)
         self.batch = [weakref.ref(hold) for hold in batch]
@@ -210,7 +206,7 @@ class _Worker(threading.Thread):
             with self._backend.renewal_session() as session:
                 while self._batches.get():
                     self._renew(session)
-                    self.busy = False
+                    self.batch = []
                     self._scheduler.hurry()
         finally:
             connections.close_all()
@@ -243,14 +239,8 @@ class _Worker(threading.Thread):
 
 
 def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
-    losses.apart(
-        lambda: logger.warning(
-            "renewal failed backend=%s leases=%d error=%s",
-            backend.alias,
-            leases,
-            error,
-        )
-    )
+    text = "renewal failed backend=%s leases=%d error=%s"
+    losses.apart(partial(logger.warning, text, backend.alias, leases, error))
 
 
 def _soon(hold: Hold) -> float:

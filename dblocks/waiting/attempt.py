@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import os
-import weakref
+from dataclasses import dataclass
 from functools import partial
 
 from .. import clock
-from ..backends.base import BaseBackend
-from ..backends.values import FOREVER, Granted, Reading, Request
-from ..holding.holds import PATIENCE, Hold, Terms, registry
-from ..holding.owners import Owner
+from ..backends.values import FOREVER, Reading, Request
+from ..holding.holds import PATIENCE, Claim, Hold, registry
 from ..holding.renewal import scheduler
 
 
-class Attempt:
+@dataclass(eq=False)
+class Attempt(Claim):
     """What one owner asks for, as often as it takes.
 
     Attributes:
         timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
-        owner: The explicit owner's id, or ``None``.
-        sender: The sender of the signals.
         started, give_up: Local clock, of the first moment and the last.
         reentered: The owner had the key already.
     """
 
-    def __init__(
-        self,
-        backend: BaseBackend,
-        key: str,
-        terms: Terms,
-        *,
-        me: Owner,
-        timeout: float | None,
-        owner: str | None,
-        note: str,
-        sender: type,
-    ) -> None:
-        self.backend = backend
-        self.key = key
-        self.terms = terms
-        self.me = me
-        self.timeout = timeout
-        self.owner = owner
-        self.note = note
-        self.sender = sender
+    timeout: float | None
+    reentered: bool = False
+
+    def __post_init__(self) -> None:
         self.started = clock.monotonic()
-        self.give_up = self.started + (FOREVER if timeout is None else timeout)
-        self.reentered = False
+        timeout = FOREVER if self.timeout is None else self.timeout
+        self.give_up = self.started + timeout
 
     def own_hold(self) -> Hold | None:
         """Return what this owner holds already, if it is live."""
@@ -55,7 +36,7 @@ class Attempt:
         if hold is None or not hold.is_live():
             return None
         if self.owner is None:
-            return hold if hold.by is self.me and not hold.explicit else None
+            return hold if hold.by is self.by and not hold.explicit else None
         return hold if hold.grant.owner == self.owner else None
 
     def held_here(self, version: int | None = None) -> bool:
@@ -82,9 +63,7 @@ class Attempt:
         """
         patience = max(self.give_up - clock.monotonic(), PATIENCE)
         hold = self.own_hold()
-        if hold is not None and hold.enter_again(
-            self.terms.lease, patience, weakref.ref(self)
-        ):
+        if hold is not None and hold.enter_again(self, patience):
             self.reentered = True
             if not registry.watches(hold):
                 # Its leases were forgotten.
@@ -103,7 +82,7 @@ class Attempt:
         if isinstance(answer, Reading):
             return answer
         self.reentered = answer.again
-        hold = self._held(answer, sent)
+        hold = Hold(self, answer, sent)
         scheduler.watch(hold)
         return hold
 
@@ -112,9 +91,7 @@ class Attempt:
 
         Another connection would wait for the test's transaction.
         """
-        if hold.test_connection is self.backend.test_connection():
-            return None
-        if not hold.is_live():
+        if hold.test_connection is self.backend.test_connection() or not hold.is_live():
             return None
         return Reading(
             owner=hold.grant.owner,
@@ -132,7 +109,7 @@ class Attempt:
             terms.lease,
             terms.max_hold,
             terms.hold_at_least,
-            self.me.holder,
+            self.by.holder,
             self.note,
             explicit=self.owner is not None,
             queued=queued,
@@ -141,16 +118,3 @@ class Attempt:
         if self.owner is not None:
             request.forfeits = partial(registry.take_forfeited, self.backend)
         return request
-
-    def _held(self, granted: Granted, sent: float) -> Hold:
-        return Hold(
-            self.backend,
-            granted,
-            self.terms,
-            sent,
-            by=self.me,
-            explicit=self.owner is not None,
-            note=self.note,
-            sender=self.sender,
-            promised=weakref.ref(self),
-        )

@@ -128,6 +128,11 @@ class WaitQueue:
             return self.waiters[0] is waiter
         return False
 
+    def wake_first(self) -> None:
+        """Tell the first one that it is its turn."""
+        with suppress(IndexError):
+            self.waiters[0].wake()
+
 
 class WaitQueues:
     """The wait queues of the process, by backend and key; empty ones don't exist."""
@@ -163,21 +168,14 @@ class WaitQueues:
                 queue.waiters.remove(waiter)
             if not queue.waiters:
                 self._queues.pop(place, None)
-        self.wake(backend, key)
-
-    def wake(self, backend: BaseBackend, key: str) -> None:
-        """Tell the first in the queue that it is its turn."""
-        queue = self._queues.get((backend, key))
-        if queue is not None:
-            with suppress(IndexError):
-                queue.waiters[0].wake()
+        queue.wake_first()
 
     def freed(self, backend: BaseBackend, key: str) -> None:
         """Tell the first in the queue that the key may be free now."""
         queue = self._queues.get((backend, key))
         if queue is not None:
             queue.freed = True
-            self.wake(backend, key)
+            queue.wake_first()
 
 
 queues = WaitQueues()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 from functools import partial
-from typing import Any
 
 from .. import clock, signals
 from ..backends.base import Gate, GateClosed
@@ -22,7 +20,7 @@ from .queue import (
     pause,
     queues,
 )
-from .steps import Call, Pause, Step, arun, run
+from .steps import InEventLoop, InThread, run
 
 logger = logging.getLogger("dblocks")
 
@@ -31,8 +29,6 @@ MAX_PAUSE = 5.0
 
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
-
-Steps = Generator[Step, Any, Hold | Reading]
 
 
 def get(attempt: Attempt) -> Hold | Reading:
@@ -43,23 +39,23 @@ def get(attempt: Attempt) -> Hold | Reading:
         if isinstance(found, Hold):
             return found
         seen = found
-    return run(_Wait(attempt).steps(seen))
+    return run(_Wait(attempt, InThread()).get(seen))
 
 
 async def aget(attempt: Attempt) -> Hold | Reading:
     """:func:`get` for async code; waits without holding a thread."""
-    return await arun(steps(attempt), attempt.backend, _undo)
+    return await get_in(InEventLoop(attempt.backend, _undo), attempt)
 
 
-def steps(attempt: Attempt) -> Steps:
-    """Get a key in steps."""
+async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
+    """:func:`get` in steps that are made in this place."""
     seen = None
     if _overtakes(attempt):
-        found = yield Call(attempt.make)
+        found = await place.call(attempt.make)
         if isinstance(found, Hold):
             return found
         seen = found
-    return (yield from _Wait(attempt).steps(seen))
+    return await _Wait(attempt, place).get(seen)
 
 
 def _undo(found: object) -> None:
@@ -105,44 +101,45 @@ def _is_held(gate: Gate | None) -> bool:
 class _Wait:
     """One attempt's wait."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, place: InThread) -> None:
         self.attempt = attempt
+        self.place = place
         self.backend = attempt.backend
         self.key = attempt.key
         self.waiter = Waiter()
 
-    def steps(self, seen: Reading | None) -> Steps:
-        """Wait in steps until the key is had, or the time is over."""
+    async def get(self, seen: Reading | None) -> Hold | Reading:
+        """Wait until the key is had, or the time is over."""
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
             return self._timed_out(seen)
         try:
             queue = queues.join(self.backend, self.key, self.waiter)
-            return (yield from self._stand(queue, seen))
+            return await self._stand(queue, seen)
         finally:
             queues.leave(self.backend, self.key, self.waiter)
 
-    def _stand(self, queue: WaitQueue, seen: Reading | None) -> Steps:
+    async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
         """Wait to be the first of this process, then for the key."""
         attempt = self.attempt
-        yield from self._until_first(queue)
+        await self._until_first(queue)
         over = clock.monotonic() >= attempt.give_up
         if seen is None and over and not queue.freed:
             # Its time is over: what the first has seen holds for all.
             seen = queue.last_seen()
         if seen is None and (attempt.owner is not None or not attempt.held_here()):
-            found: Hold | Reading = yield Call(attempt.make)
+            found = await self.place.call(attempt.make)
             if isinstance(found, Hold):
                 return found
             seen = found
         if seen is None:
-            seen = yield Call(self._read)
+            seen = await self.place.call(self._read)
         gate: Gate | None = None
         if queue.is_first(self.waiter):
             # In the thread whose connection tells whether there may be one.
-            gate = yield Call(partial(self.backend.gate, self.key))
+            gate = await self.place.call(partial(self.backend.gate, self.key))
         try:
-            found = yield from self._look(queue, seen, gate)
+            found = await self._look(queue, seen, gate)
             if isinstance(found, Hold) and found.keep_gate(gate):
                 gate = None
             return found
@@ -150,12 +147,12 @@ class _Wait:
             if gate is not None:
                 gate.leave()
 
-    def _until_first(self, queue: WaitQueue) -> Generator[Step, Any, None]:
+    async def _until_first(self, queue: WaitQueue) -> None:
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         while not queue.is_first(self.waiter) and clock.monotonic() < give_up:
             longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
             left = give_up - clock.monotonic()
-            woken = yield Pause(self.waiter, min(left, longest))
+            woken = await self.place.pause(self.waiter, min(left, longest))
             news = queue.last_seen()
             if news is not None and explicit is not None and news.owner == explicit:
                 # Its owner has the key meanwhile.
@@ -167,7 +164,9 @@ class _Wait:
     def _read(self) -> Reading:
         return self.backend.read(self.key) or Reading()
 
-    def _look(self, queue: WaitQueue, seen: Reading, gate: Gate | None) -> Steps:
+    async def _look(
+        self, queue: WaitQueue, seen: Reading, gate: Gate | None
+    ) -> Hold | Reading:
         """Look at the key until it is free and an attempt succeeds."""
         attempt = self.attempt
         queue.saw(seen)
@@ -186,15 +185,15 @@ class _Wait:
                 logger.info("waiting key=%r holder=%s", self.key, seen.holder)
             # Somebody has let this one in, and the key is free in all likelihood.
             try:
-                let_in = yield from self._pause(seen, gate, until, now - known_since)
+                let_in = await self._pause(seen, gate, until, now - known_since)
             except GateClosed:
                 gate = None
                 continue
             if not let_in:
-                seen = yield Call(self._read)
+                seen = await self.place.call(self._read)
                 queue.saw(seen)
             if let_in or seen.remaining <= 0 or seen.owner == attempt.owner:
-                found = yield Call(partial(attempt.make, _is_held(gate)))
+                found = await self.place.call(partial(attempt.make, _is_held(gate)))
                 if isinstance(found, Hold):
                     return found
                 seen = found
@@ -202,26 +201,24 @@ class _Wait:
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
 
-    def _pause(
+    async def _pause(
         self, seen: Reading, gate: Gate | None, until: float, known_for: float
-    ) -> Generator[Step, Any, bool]:
+    ) -> bool:
         """Pause before the next look; whether the key has been handed on meanwhile."""
         now = clock.monotonic()
         limit = until - now
         if seen.remaining > 0:
             limit = min(limit, seen.remaining)
         if self.attempt.held_here(seen.version):
-            woken: bool = yield Pause(self.waiter, min(LONGEST_PAUSE, limit))
-            return woken
+            return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         if gate is not None and not _is_held(gate):
             wait = QUEUE_FOR if seen.remaining > QUEUE_FOR else QUEUE_BRIEFLY
             wait = min(wait, until - now)
             if wait >= gate.shortest:
-                yield Call(partial(gate.enter, wait))
+                await self.place.call(partial(gate.enter, wait))
                 return _is_held(gate) and clock.monotonic() - now > LOOK_EVERY
         seconds = pause(self.backend, known_for, alone=_is_held(gate))
-        woken = yield Pause(self.waiter, min(seconds, limit))
-        return woken
+        return await self.place.pause(self.waiter, min(seconds, limit))
 
     def _timed_out(self, seen: Reading) -> Reading:
         attempt = self.attempt

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from django.core.management.base import CommandParser
@@ -17,13 +17,13 @@ from django.db import connections
 from ...backends.values import Reading
 from ...exceptions import LockError
 from ...holding import owners
-from ...holding.holds import Hold
 from ...leases import Lease
 from ...supervision.sentinel import now
 from ...supervision.signals import Signals
 from ...supervision.supervisor import Supervisor, loss
-from ...waiting.steps import run
-from ...waiting.wait import Steps, give_back, steps
+from ...waiting import queue
+from ...waiting.steps import InThread, run
+from ...waiting.wait import get_in, give_back
 from .. import run_plan, statuses
 from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
@@ -176,7 +176,11 @@ exit status:
                 self.stderr.write(f"run_locked: {text}")
 
 
-class Waiter:
+class CalledOff(Exception):
+    """The wait is not to go on."""
+
+
+class Waiter(InThread):
     """Acquires a lock for the thread that makes it, in another one.
 
     Python runs a signal handler between two steps of the main thread, and a database
@@ -212,8 +216,11 @@ class Waiter:
             raise statuses.database_failure(error, using) from error
 
     def _acquire(self) -> Lease | None:
-        attempt = self._plan.lock._attempt(me=self._owner)
-        found = run(self._watched(steps(attempt)))
+        attempt = self._plan.lock._attempt(by=self._owner)
+        try:
+            found = run(get_in(self, attempt))
+        except CalledOff:
+            return None
         if isinstance(found, Reading):
             self.reading = found
             return None
@@ -222,25 +229,21 @@ class Waiter:
             return None
         return self._plan.lock._lease(attempt, found)
 
-    def _watched(self, steps: Steps) -> Steps:
-        """Pass the steps on until called off; note the readings."""
-        with closing(steps):
-            try:
-                step = next(steps)
-                while not self.called_off.is_set():
-                    try:
-                        result = yield step
-                    except Exception as error:
-                        step = steps.throw(error)
-                        continue
-                    if isinstance(result, Reading):
-                        self.reading = result
-                        self._wake()
-                    step = steps.send(result)
-            except StopIteration as stop:
-                found: Hold | Reading = stop.value
-                return found
-        return self.reading
+    async def call(self, function: Callable[[], T]) -> T:
+        self._go_on()
+        result = function()
+        if isinstance(result, Reading):
+            self.reading = result
+            self._wake()
+        return result
+
+    async def pause(self, waiter: queue.Waiter, seconds: float) -> bool:
+        self._go_on()
+        return waiter.wait(seconds)
+
+    def _go_on(self) -> None:
+        if self.called_off.is_set():
+            raise CalledOff
 
 
 def in_thread(function: Callable[[], T], wake: Callable[[], object]) -> Future[T]:
