@@ -119,7 +119,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         )
         patience = time.monotonic() + PINNED_GRACE
         while True:
-            answer = table.take(connections[self.db], False, request)
+            answer = table.take(connections[self.db], request)
             if not isinstance(answer, Reading):
                 names = list(answer.grant._fields)
                 row: DistributedLock
@@ -153,7 +153,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """
         self._for_write = True
         grant = Grant(validation.key(key), validation.owner(owner), version)
-        return table.release(connections[self.db], False, grant)
+        return table.release(connections[self.db], grant)
 
     def force_release(
         self,

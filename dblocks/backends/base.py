@@ -153,7 +153,7 @@ class BaseBackend(ABC):
 
     def is_in_database(self, using: str) -> bool:
         """Tell whether the locks are rows of this database."""
-        return False
+        return self.has_table and using == self.using
 
     def can_write(self) -> bool:
         """Tell whether a re-entry can be recorded now, or is only counted here."""

@@ -78,7 +78,13 @@ class LocMemBackend(BaseBackend):
             now = clock.monotonic()
             row = self._table.row(request.key)
             again = row.expires_at > now
-            if not again:
+            if again and row.owner != request.owner:
+                return _reading(row, now)
+            grant = Grant(request.key, request.owner, row.version + (not again))
+            if again:
+                counted = max(0, row.hold_count - request.forfeits(grant)) + 1
+                row = replace(_extended(row, now, request.lease), hold_count=counted)
+            else:
                 row = _Row(
                     version=row.version + 1,
                     expires_at=now + min(request.lease, request.max_hold),
@@ -90,16 +96,7 @@ class LocMemBackend(BaseBackend):
                     note=request.note,
                     hold_count=1,
                 )
-            elif row.owner == request.owner:
-                grant = Grant(request.key, row.owner, row.version)
-                counted = max(0, row.hold_count - request.forfeits(grant))
-                row = replace(
-                    _extended(row, now, request.lease), hold_count=counted + 1
-                )
-            else:
-                return _reading(row, now)
             self._table.rows[request.key] = row
-            grant = Grant(request.key, request.owner, row.version)
             return Granted(grant, row.max_until - now, again=again)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:

@@ -51,8 +51,8 @@ class Mutant:
 
 STATEMENTS = "backends/database/statements.py"
 TABLE = "backends/database/table.py"
-OWN = "f\"{self.this_key} AND {self.owner} = {d.text('owner')} \"\n"
-CURRENT = OWN + "            f\"AND {self.version} = {d.integer('version')}\"\n"
+OWN = 'f"{self.this_key} AND owner = %(owner)s "\n'
+CURRENT = OWN + "            f\"AND version = {d.integer('version')}\"\n"
 NOW = "__import__('datetime').datetime.now(__import__('datetime').timezone.utc)"
 
 MUTANTS = [
@@ -68,14 +68,14 @@ MUTANTS = [
         "no owner in the WHERE",
         STATEMENTS,
         CURRENT,
-        CURRENT.replace(" AND {self.owner} = {d.text('owner')}", ""),
+        CURRENT.replace(" AND owner = %(owner)s", ""),
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "no time in the WHERE",
         STATEMENTS,
-        'self.over = f"{self.expires_at} <= {d.now}"',
+        'self.over = f"expires_at <= {d.now}"',
         "self.over = self.this_key",
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=MYSQL,
@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "the version is not raised",
         STATEMENTS,
-        "d.next_version(f'{self.version} + 1')",
-        "d.next_version(f'{self.version} + 0')",
+        "d.next_version('version + 1')",
+        "d.next_version('version + 0')",
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=POSTGRESQL,
     ),
@@ -133,18 +133,20 @@ MUTANTS = [
     ),
     Mutant(
         "the row is deleted at release",
-        STATEMENTS,
-        'f"UPDATE {self.table} SET {self.expires_at} = {self.cooled}, "\n'
-        "            f\"{self.owner} = '', {self.hold_count} = 0 WHERE",
-        'f"DELETE FROM {self.table} WHERE',
+        TABLE,
+        '    return write(connection, "release", grant, count=count)',
+        '    current = write(connection, "release", grant, count=count)\n'
+        "    delete = f\"DELETE FROM {dialects.TABLE} WHERE owner = ''\"\n"
+        "    execute(connection, delete, {})\n"
+        "    return current",
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=SQLITE,
     ),
     Mutant(
         "renewal of whoever has the key",
         STATEMENTS,
-        'current = f"{self.key} IN ({keys}) AND {current}"',
-        'current = f"{self.key} IN ({keys})"',
+        'current = f"{d.key} IN ({keys}) AND {current}"',
+        'current = f"{d.key} IN ({keys})"',
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=MYSQL,
     ),
@@ -173,7 +175,7 @@ MUTANTS = [
         "renewal of what is overdue",
         STATEMENTS,
         "        if not overdue:\n"
-        '            current += f" AND {self.expires_at} > {d.now}"\n',
+        '            current += f" AND expires_at > {d.now}"\n',
         "",
         ("tests/faults/test_mutants.py::test_overdue_stays_overdue",),
         quick=POSTGRESQL,
@@ -295,10 +297,8 @@ MUTANTS = [
     Mutant(
         "a force release keeps the version",
         STATEMENTS,
-        'SET {self.version} = {self.version} + 1, "\n'
-        '            f"{self.hold_count} = 0, {self.acquired_at} = NULL',
-        'SET {self.version} = {self.version}, "\n'
-        '            f"{self.hold_count} = 0, {self.acquired_at} = NULL',
+        "SET version = version + 1, hold_count = 0, ",
+        "SET version = version, hold_count = 0, ",
         ("tests/test_manager.py::test_force_release",),
         quick=SQLITE,
     ),

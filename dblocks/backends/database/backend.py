@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from django.apps import apps
-from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import (
     DEFAULT_DB_ALIAS,
@@ -22,22 +20,16 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ...exceptions import LeaseLost
-from ..base import BaseBackend, Gate, Renewer
+from ..base import Gate, Renewer
 from ..values import Grant, Granted, Reading, Renewal, Renewed, Request
-from . import checks, dialects, row_locks, session_locks, table, transactions
-from .connections import (
-    can_write,
-    close,
-    pin_connection,
-    run,
-    separate_connection,
-    warn_of_snapshot,
-)
+from . import dialects, row_locks, session_locks, table, transactions
+from .checks import DatabaseChecks
+from .connections import can_write, pin_connection, run, short_waits, warn_of_snapshot
 
 T = TypeVar("T")
 
 
-class DatabaseBackend(BaseBackend):
+class DatabaseBackend(DatabaseChecks):
     """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
 
     Option ``using``: the database alias; by default the router's for writing. Option
@@ -91,13 +83,11 @@ class DatabaseBackend(BaseBackend):
             transactions.refuse_own_row_lock(using, request.key)
         return answer
 
-    def _take(
-        self, connection: Connection, doubtful: bool, request: Request
-    ) -> Granted | Reading:
+    def _take(self, connection: Connection, request: Request) -> Granted | Reading:
         if not request.queued and not self._has_session_locks(connection):
             request.queued = True
         if not request.at_once or dialects.of(connection).has_row_locks:
-            return table.take(connection, doubtful, request)
+            return table.take(connection, request)
         # The one writer may be at work for long; who is refused and won't wait is told
         # by reading.
         seen = table.read(connection, request.key) or Reading()
@@ -105,7 +95,7 @@ class DatabaseBackend(BaseBackend):
             return seen
         try:
             with row_locks.busy_timeout(connection, _SHORT_WAIT):
-                return table.take(connection, doubtful, request)
+                return table.take(connection, request)
         except row_locks.WaitOver:
             return seen
 
@@ -113,10 +103,10 @@ class DatabaseBackend(BaseBackend):
         return self._run(table.reenter, renewal, count, patience=patience)
 
     def read(self, key: str) -> Reading | None:
-        return self._run(lambda c, _: table.read(c, key), writes=False)
+        return self._run(table.read, key, writes=False)
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
-        def renew(connection: Connection, doubtful: bool) -> Renewed:
+        def renew(connection: Connection) -> Renewed:
             in_test = transactions.in_test_case(connection)
             return table.renew(connection, renewals, overdue=in_test)
 
@@ -125,12 +115,14 @@ class DatabaseBackend(BaseBackend):
     def release(
         self, grant: Grant, *, count: int | None, deadline: float, patience: float
     ) -> bool:
-        return self._run(table.release, grant, count, deadline, patience=patience)
+        again = partial(table.release_again, deadline=deadline)
+        return self._run(table.release, grant, count, again=again, patience=patience)
 
     def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        return run(
-            self.using, operation, *arguments, catch_up=self._catch_up, **options
-        )
+        using = self.using
+        if self._owed and connections[using].in_atomic_block:
+            self._catch_up(connections[using])
+        return run(using, operation, *arguments, **options)
 
     # Queueing
 
@@ -149,13 +141,12 @@ class DatabaseBackend(BaseBackend):
     def is_local(self) -> bool:  # type: ignore[override]
         return not dialects.of(connections[self.using]).has_row_locks
 
-    def renewal_session(self) -> AbstractContextManager[Renewer]:
-        return closing(_DatabaseRenewalSession(self.using))
+    @contextmanager
+    def renewal_session(self) -> Iterator[Renewer]:
+        with short_waits(self.using):
+            yield self
 
     # The caller's transactions
-
-    def is_in_database(self, using: str) -> bool:
-        return using == self.using
 
     def can_write(self) -> bool:
         return can_write(self.using)
@@ -208,21 +199,6 @@ class DatabaseBackend(BaseBackend):
             reason = (seen and seen.reason_for(grant)) or "taken"
             raise LeaseLost(grant.key, fencing_token=grant.version, reason=reason)
 
-    # Checks
-
-    def check_configured(self) -> None:
-        connections[self.using]
-
-    def check_connection(
-        self, databases: Sequence[str] | None
-    ) -> Iterable[CheckMessage]:
-        if databases is None or self.using in databases:
-            yield from checks.check_connection(self)
-
-    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
-        if self.using in databases:
-            yield from checks.check_server(self)
-
     # Tests
 
     def test_connection(self) -> object:
@@ -269,40 +245,5 @@ class DatabaseBackend(BaseBackend):
             locks.force_release(key, by="dblocks.test", reason="cleared")
 
 
-class _DatabaseRenewalSession:
-    """Renews on a connection of its own, whose waits are short."""
-
-    def __init__(self, using: str) -> None:
-        self._using = using
-        self._connection: Connection | None = None
-
-    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
-        dialect = dialects.of(connections[self._using])
-        connection = self._connection
-        if connection is None:
-            connection = separate_connection(self._using, **dialect.short_waits)
-            self._connection = connection
-        give_up = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return table.renew(connection, renewals)
-            except Exception as error:
-                if not dialect.is_transient(error):
-                    self.close()
-                    raise
-                if dialect.has_row_locks or time.monotonic() >= give_up:
-                    raise
-                # SQLite's own wait looks ever more seldom, ten times a second in the
-                # end, and never finds the gap between two writers at work.
-                time.sleep(random.uniform(0.001, 0.005))
-
-    def close(self) -> None:
-        if self._connection is not None:
-            close(self._connection)
-            self._connection = None
-
-
 #: Seconds for which one that won't wait for a key waits for SQLite's one writer.
 _SHORT_WAIT = 0.5
-#: Seconds for which a renewal tries to get at SQLite's one writer's lock.
-_PATIENCE = 1.0

@@ -14,8 +14,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -57,6 +57,8 @@ class _Thread(threading.local):
         self.pins: dict[str, Connection] = {}
         #: This thread is dblocks' own: nothing runs on Django's connections.
         self.is_own = False
+        #: Nor may anything hang for long.
+        self.waits_briefly = False
         #: The connections on which an operation of this thread is under way. Code
         #: that runs in the middle of it, a signal handler's, needs another.
         self.busy: list[Connection] = []
@@ -101,26 +103,28 @@ def run_apart() -> None:
     _thread.is_own = True
 
 
+@contextmanager
+def short_waits(alias: str) -> Iterator[None]:
+    """Run this thread's operations apart, on a connection whose waits are short."""
+    _thread.is_own = _thread.waits_briefly = True
+    try:
+        yield
+    finally:
+        _thread.is_own = _thread.waits_briefly = False
+        _discard(_thread.beside, alias)
+
+
 def pin_connection(alias: str) -> Connection:
     """Return a connection in a transaction that ends after this thread's last one."""
     connection = _thread.pins.get(alias)
     if connection is None:
         connection = _thread.pins[alias] = separate_connection(alias)
-        transactions.at_end(transactions.UNPIN, partial(_unpin, alias))
+        transactions.at_end(transactions.UNPIN, partial(_discard, _thread.pins, alias))
         connection.ensure_connection()
         connection.set_autocommit(
             False, force_begin_transaction_with_broken_autocommit=True
         )
     return connection
-
-
-def _unpin(alias: str) -> None:
-    connection = _thread.pins.pop(alias, None)
-    if connection is not None:
-        # Django doesn't close what is in memory.
-        with suppress(Error):
-            connection.rollback()
-        close(connection)
 
 
 def can_write(alias: str) -> bool:
@@ -136,10 +140,14 @@ def can_write(alias: str) -> bool:
 def _beside(alias: str) -> Connection:
     beside = _thread.beside.get(alias)
     if beside is None:
-        beside = _thread.beside[alias] = separate_connection(alias)
+        brief = _thread.waits_briefly
+        limits = dialects.of(connections[alias]).short_waits if brief else {}
+        beside = _thread.beside[alias] = separate_connection(alias, **limits)
         in_atomic = not _thread.is_own and connections[alias].in_atomic_block
         if in_atomic and beside.settings_dict["CONN_MAX_AGE"] == 0:
-            transactions.at_end(transactions.CLOSE, partial(_discard, alias))
+            transactions.at_end(
+                transactions.CLOSE, partial(_discard, _thread.beside, alias)
+            )
         _close_together(connections[alias], _thread.beside)
     return beside
 
@@ -162,9 +170,13 @@ def _close_together(connection: Connection, beside: _Beside) -> None:
     connection.close = close_both  # type: ignore[method-assign]
 
 
-def _discard(alias: str) -> None:
-    connection = _thread.beside.pop(alias, None)
+def _discard(kept: dict[str, Connection], alias: str) -> None:
+    connection = kept.pop(alias, None)
     if connection is not None:
+        if not connection.autocommit:
+            # Django doesn't close what is in memory.
+            with suppress(Error):
+                connection.rollback()
         close(connection)
 
 
@@ -172,23 +184,24 @@ def _discard_if_idle(alias: str, used: Connection) -> None:
     """Close what served in the place of an unusable connection."""
     idle = not _thread.is_own and not connections[alias].in_atomic_block
     if idle and used is _thread.beside.get(alias):
-        _discard(alias)
+        _discard(_thread.beside, alias)
 
 
 def _connection(alias: str, *, writes: bool) -> Connection:
     if _thread.is_own:
         return _beside(alias)
     connection = connections[alias]
-    if writes and _thread.pins and not can_write(alias):
-        raise _one_writer()
-    if connection.in_atomic_block:
-        if transactions.in_test_case(connection):
-            return connection
-        if dialects.of(connection).has_row_locks:
-            return _beside(alias)
-        if not writes:
-            return connection
-        raise _one_writer()
+    in_block = connection.in_atomic_block
+    if writes and (in_block or _thread.pins) and not can_write(alias):
+        raise TransactionManagementError(
+            "SQLite has one writer: a lock can't be taken beside this open "
+            "transaction. Take the lock before the transaction, or keep the locks in a "
+            'database file of their own (OPTIONS={"using": …}).'
+        )
+    if in_block:
+        in_test = transactions.in_test_case(connection)
+        apart = not in_test and dialects.of(connection).has_row_locks
+        return _beside(alias) if apart else connection
     if connection.connection is None:
         connection.ensure_connection()
     if not connection.autocommit:
@@ -203,21 +216,13 @@ def _connection(alias: str, *, writes: bool) -> Connection:
     return connection
 
 
-def _one_writer() -> TransactionManagementError:
-    return TransactionManagementError(
-        "SQLite has one writer: a lock can't be taken beside this open transaction. "
-        "Take the lock before the transaction, or keep the locks in a database file "
-        'of their own (OPTIONS={"using": …}).'
-    )
-
-
 def run(
     alias: str,
     operation: Callable[..., T],
     *arguments: Any,
     patience: float = 1.0,
     writes: bool = True,
-    catch_up: Callable[[Connection], object] | None = None,
+    again: Callable[..., Any] | None = None,
 ) -> T:
     """Run a lock operation outside the caller's transactions.
 
@@ -226,14 +231,12 @@ def run(
     was found, because a new one would lack the session's settings in silence.
 
     Args:
-        operation: Gets the connection, whether an earlier attempt may have been
-            carried out although its answer was lost, and the arguments.
+        operation: Gets the connection and the arguments.
         writes: Whether it writes; reading is possible beside a SQLite transaction.
-        catch_up: Called before it inside a ``TestCase``.
+        again: Takes its place once it may have been carried out, its answer lost.
     """
     give_up = time.monotonic() + patience
     busy = _thread.busy
-    doubtful = False
     while True:
         connection = _connection(alias, writes=writes)
         spare = None
@@ -241,16 +244,13 @@ def run(
             connection = spare = separate_connection(alias)
         busy.append(connection)
         try:
-            if catch_up is not None and connection.in_atomic_block:
-                catch_up(connection)
-            return operation(connection, doubtful, *arguments)
+            return operation(connection, *arguments)
         except (DatabaseError, InterfaceError) as error:
-            if isinstance(error, ReplyLost) and time.monotonic() < give_up:
-                doubtful = True
-            elif not _may_repeat(alias, connection, error, give_up):
+            if not _may_repeat(alias, connection, error, give_up):
                 raise
-            else:
-                doubtful = doubtful or dialects.known(connection).is_lost(error)
+            lost = dialects.known(connection).is_lost(error)
+            if again is not None and (lost or isinstance(error, ReplyLost)):
+                operation = again
             logger.debug("repeating database=%s error=%s", alias, error)
         finally:
             busy.remove(connection)
@@ -258,7 +258,7 @@ def run(
                 close(spare)
             elif _thread.beside:
                 _discard_if_idle(alias, connection)
-        time.sleep(random.uniform(0.005, 0.03))
+        time.sleep(random.uniform(*dialects.known(connection).pauses))
 
 
 def _may_repeat(
@@ -266,7 +266,11 @@ def _may_repeat(
 ) -> bool:
     """Tell whether an operation is to be repeated; not on a connection that is dead."""
     dialect = dialects.known(connection)
-    if connection.in_atomic_block or time.monotonic() >= give_up:
+    if time.monotonic() >= give_up:
+        return False
+    if isinstance(error, ReplyLost):
+        return True
+    if connection.in_atomic_block:
         return False
     if not dialect.is_lost(error):
         return dialect.is_transient(error)
@@ -275,7 +279,7 @@ def _may_repeat(
     if connection is connections[alias]:
         _thread.unusable[alias] = connection.connection
     elif connection is _thread.beside.get(alias):
-        _discard(alias)
+        _discard(_thread.beside, alias)
     return True
 
 

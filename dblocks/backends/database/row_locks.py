@@ -137,14 +137,14 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     while True:
         # By reading, on another connection: a leased row must never stay locked, or
         # its holder could not renew it.
-        seen = run(connection.alias, _look, wait.key, not unseen)
+        look = table.read if unseen else table.ensure_row
+        seen = run(connection.alias, look, wait.key)
         if seen is None:
             # Gone while it was queued for. InnoDB may have locked the gap that it left
             # for this transaction, and nobody else could make it again.
             if fresh:
                 raise StaleSnapshot(f"The row of the lock {wait.key!r} was deleted.")
-            table.ensure_row(connection, wait.key)
-            seen = Reading()
+            seen = table.ensure_row(connection, wait.key)
         if seen.remaining > 0:
             if not wait.left:
                 return wait.refuse(seen)
@@ -169,17 +169,6 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         wait.pause(0.001)
 
 
-def _look(
-    connection: Connection, doubtful: bool, key: str, make: bool
-) -> Reading | None:
-    """Read a key, whose row is made if there is none: pruning may have deleted it."""
-    while True:
-        seen = table.read(connection, key)
-        if seen is not None or not make:
-            return seen
-        table.ensure_row(connection, key)
-
-
 def _rows(connection: Connection) -> Any:
     return apps.get_model("dblocks", "DistributedLock").objects.using(connection.alias)
 
@@ -194,7 +183,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
     nowait = left == 0 and not skip
     keys = [key]
     dialect = dialects.of(connection)
-    if dialect.frees_by_range and (
+    if dialect.keeps_row_locks and (
         dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
     ):
         # By range, InnoDB lets go of a row that turns out not to match; "key = …"
@@ -243,7 +232,7 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     """
     once = _Wait(wait.key, RowWait(0.0, skip=True))
     while True:
-        seen = run(connection.alias, _look, wait.key, False) or Reading()
+        seen = run(connection.alias, table.read, wait.key) or Reading()
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:
@@ -264,17 +253,15 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
     key = wait.key
-    while (seen := table.read(connection, key) or Reading()).remaining > 0:
-        if not wait.left:
-            break
+    while wait.left and (seen := table.read(connection, key)) and seen.remaining > 0:
         wait.pause(seen.remaining)
     try:
         with busy_timeout(connection, wait.left):
-            table.ensure_row(connection, key)
+            # Takes that lock, also where there is no row yet.
             table.touch(connection, key)
+            seen = table.ensure_row(connection, key)
     except WaitOver:
         return wait.refuse(None)
-    seen = table.read(connection, key) or Reading()
     if seen.remaining > 0:
         return wait.refuse(seen)
     return _rows(connection).get(pk=key)

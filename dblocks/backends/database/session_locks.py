@@ -40,20 +40,14 @@ class Connections:
     """The connections that the gates of this process stand on."""
 
     def __init__(self) -> None:
-        self._idle: deque[tuple[float, Connection]] = deque()
+        self._idle: dict[str, deque[tuple[float, Connection]]] = {}
         self._places = deque(range(MAX_GATES))
         self._tidying = threading.Lock()
 
     def take(self, alias: str) -> Connection:
         """Return a connection, or raise ``GateClosed`` when there are too many."""
-        for _ in range(len(self._idle)):
-            try:
-                since, connection = self._idle.pop()
-            except IndexError:
-                break
-            if connection.alias == alias:
-                return connection
-            self._idle.appendleft((since, connection))
+        with suppress(IndexError):
+            return self._idle.setdefault(alias, deque()).pop()[1]
         try:
             self._places.pop()
         except IndexError:
@@ -72,7 +66,7 @@ class Connections:
 
     def give_back(self, connection: Connection) -> None:
         """Keep a connection without locks for the next gate."""
-        self._idle.append((time.monotonic(), connection))
+        self._idle[connection.alias].append((time.monotonic(), connection))
         self._tidy_later()
 
     def _tidy_later(self) -> None:
@@ -89,7 +83,7 @@ class Connections:
     def _tidy(self) -> None:
         self._tidying.release()
         self.close_idle(KEPT_IDLE / 2)
-        if self._idle:
+        if any(self._idle.values()):
             self._tidy_later()
 
     def drop(self, connection: Connection | None) -> None:
@@ -101,15 +95,11 @@ class Connections:
     def close_idle(self, older_than: float = 0.0) -> None:
         """Close what has been idle for so many seconds."""
         since = time.monotonic() - older_than
-        for _ in range(len(self._idle)):
-            try:
-                at, connection = self._idle.popleft()
-            except IndexError:
-                return
-            if at <= since:
-                self.drop(connection)
-            else:
-                self._idle.append((at, connection))
+        for idle in list(self._idle.values()):
+            # Others may take what is seen here.
+            with suppress(IndexError):
+                while idle[0][0] <= since:
+                    self.drop(idle.popleft()[1])
 
 
 pool = Connections()
@@ -198,9 +188,7 @@ class SessionLock(Gate):
 
     def _free(self, connection: Connection) -> None:
         try:
-            with connection.cursor() as cursor:
-                cursor.execute(dialects.of(connection).free_session_locks)
-                cursor.fetchone()
+            dialects.ask(connection, dialects.of(connection).free_session_locks)
         except (DatabaseError, InterfaceError) as error:
             logger.debug("gate not freed key=%r error=%s", self._key, error)
             pool.drop(connection)

@@ -22,7 +22,7 @@ from django.db.models.functions import Greatest
 from ... import clock
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import dialects, statements
-from .execution import changes, execute, fetch, inserted, new_version, write
+from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
 _BATCH_SIZES = 1, 16, 250
@@ -80,11 +80,8 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
     return Reading(version=0, remaining=1.0)
 
 
-def take(connection: Connection, doubtful: bool, request: Request) -> Granted | Reading:
-    """Grant a free key, or count one more hold of the explicit owner that has it.
-
-    ``doubtful``: an earlier attempt may have been carried out.
-    """
+def take(connection: Connection, request: Request) -> Granted | Reading:
+    """Grant a free key, or count one more hold of the explicit owner that has it."""
     seen = _acquire(connection, request)
     if isinstance(seen, Grant):
         return Granted(seen, request.max_hold)
@@ -95,31 +92,23 @@ def take(connection: Connection, doubtful: bool, request: Request) -> Granted | 
         # Granted before, and the reply was lost.
         return Granted(grant, seen.limit)
     forfeited = request.forfeits(grant)
-    if _reentered(connection, grant, request.lease, None, forfeited):
+    values = {"lease": request.lease, "count": None, "forfeited": forfeited}
+    if _reentered(connection, grant, values):
         return Granted(grant, seen.limit, again=True)
     return read(connection, request.key) or Reading()
 
 
-def reenter(
-    connection: Connection, doubtful: bool, renewal: Renewal, count: int | None
-) -> Renewed:
+def reenter(connection: Connection, renewal: Renewal, count: int | None) -> Renewed:
     """Count one more hold of a grant; not where a transaction has its row locked."""
     grant, lease = renewal
-    if _reentered(connection, grant, lease, count, 0):
+    values = {"lease": lease, "count": count, "forfeited": 0}
+    if _reentered(connection, grant, values):
         return Renewed({grant})
-    seen = read(connection, grant.key)
-    reason = seen.reason_for(grant) if seen else "expired"
+    reason = (read(connection, grant.key) or Reading()).reason_for(grant)
     return Renewed(lost={grant: reason} if reason else {})
 
 
-def _reentered(
-    connection: Connection,
-    grant: Grant,
-    lease: float,
-    count: int | None,
-    forfeited: int,
-) -> bool:
-    values = {"lease": lease, "count": count, "forfeited": forfeited}
+def _reentered(connection: Connection, grant: Grant, values: Values) -> bool:
     try:
         return write(connection, "reenter", grant, **values)
     except DatabaseError as error:
@@ -140,28 +129,25 @@ def _reading(row: Sequence[Any]) -> Reading:
     return Reading(owner, holder, note, version, since, float(remaining), limit)
 
 
-def release(
-    connection: Connection,
-    doubtful: bool,
-    grant: Grant,
-    count: int | None = None,
-    deadline: float = 0.0,
+def release(connection: Connection, grant: Grant, count: int | None = None) -> bool:
+    """Give back one hold, or all but ``count``; whether the grant was current."""
+    return write(connection, "release", grant, count=count)
+
+
+def release_again(
+    connection: Connection, grant: Grant, count: int | None, deadline: float
 ) -> bool:
-    """Give back one hold; see :meth:`BaseBackend.release`."""
+    """The same after an attempt that may have been carried out."""
     if count is None:
-        if doubtful:
-            # Counting down twice would free the lock under a co-owner.
-            raise DatabaseError(
-                f"The answer to the release of {grant.key!r} was lost; whether its "
-                f"holds were counted down is not known."
-            )
-        return write(connection, "count_down", grant)
-    if count:
-        return write(connection, "count", grant, count=count)
-    if write(connection, "free", grant):
+        # Counting down twice would free the lock under a co-owner.
+        raise DatabaseError(
+            f"The answer to the release of {grant.key!r} was lost; whether its "
+            f"holds were counted down is not known."
+        )
+    if release(connection, grant, count):
         return True
-    seen = read(connection, grant.key) if doubtful else None
-    if seen is None or seen.is_forced_from(grant):
+    seen = read(connection, grant.key)
+    if count or seen is None or seen.is_forced_from(grant):
         return False
     # Before the deadline the grant can't have run out: what ended it is the release
     # whose reply was lost.
@@ -212,8 +198,7 @@ def renew(
         for key, *row in fetch(connection, text, values):
             seen[key] = _reading(row)
     for grant in rest:
-        reading = seen.get(grant.key)
-        reason = reading.reason_for(grant) if reading else "expired"
+        reason = seen.get(grant.key, Reading()).reason_for(grant)
         if reason is not None:
             outcome.lost[grant] = reason
     return outcome
@@ -261,12 +246,13 @@ def ensure_floor(connection: Connection) -> None:
     inserted(connection, changes, _texts(connection).create_floor, {})
 
 
-def ensure_row(connection: Connection, key: str) -> None:
-    """Make a free row for a key that has none."""
+def ensure_row(connection: Connection, key: str) -> Reading:
+    """Read a key, whose row is made, free, if there is none."""
     create = _texts(connection).create_free
-    while read(connection, key) is None:
+    while (seen := read(connection, key)) is None:
         if not inserted(connection, changes, create, {"key": key}):
             ensure_floor(connection)
+    return seen
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
@@ -302,6 +288,6 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
             time.sleep(random.uniform(0.005, 0.03))
 
 
-def make_older(connection: Connection, doubtful: bool, seconds: float) -> None:
+def make_older(connection: Connection, seconds: float) -> None:
     """Move all moments into the past, as if that much time had gone by; for tests."""
     execute(connection, _texts(connection).make_older, {"ago": -seconds})

@@ -139,16 +139,15 @@ def watch() -> None:
 
 def _forget_row_locks(connection: Connection, exc_type: object) -> None:
     depth, locks = len(connection.atomic_blocks), _thread.row_locks
+    over = not in_transaction(connection)
     for (alias, key), blocks in list(locks.items()):
-        if alias != connection.alias:
+        if alias != connection.alias or (blocks <= depth and not over):
             continue
-        if not in_transaction(connection):
-            locks.pop((alias, key), None)
-        elif blocks > depth and exc_type is None:
+        if not over and exc_type is None:
             locks[alias, key] = depth
-        elif blocks > depth and dialects.of(connection).keeps_row_locks:
+        elif not over and dialects.of(connection).keeps_row_locks:
             locks[alias, key] = 0
-        elif blocks > depth:
+        else:
             locks.pop((alias, key), None)
 
 

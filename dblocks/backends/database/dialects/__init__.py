@@ -11,12 +11,12 @@ from typing import Any
 from django.db import NotSupportedError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .base import FLOOR, TABLE, Dialect
+from .base import FLOOR, TABLE, Dialect, ask
 from .mysql import MariaDB, MySQL, SnapshotMariaDB
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
-__all__ = ["FLOOR", "TABLE", "Dialect", "of"]
+__all__ = ["FLOOR", "TABLE", "Dialect", "ask", "of"]
 
 _DIALECTS: dict[str, Dialect] = {"sqlite": SQLite(), "postgresql": PostgreSQL()}
 _servers: dict[tuple[str, str, str], Dialect] = {}
@@ -58,6 +58,5 @@ def _find(connection: Connection) -> Dialect:
 def _ask(connection: Any) -> Dialect:
     if not connection.mysql_is_mariadb:
         return MySQL()
-    with connection.cursor() as cursor:
-        cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
-        return SnapshotMariaDB() if cursor.fetchone() else MariaDB()
+    row = ask(connection, "SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+    return SnapshotMariaDB() if row else MariaDB()

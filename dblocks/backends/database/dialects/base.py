@@ -13,6 +13,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
 
+Shape = Callable[..., str]
+"""Makes a part of a statement from its parts."""
+
 TABLE = "dblocks_distributedlock"
 FLOOR = "dblocks_tokenfloor"
 
@@ -31,6 +34,8 @@ class Dialect:
     has_session_locks = True
     #: The shortest wait for a session lock, in seconds, that the server can count.
     shortest_queueing = 0.0
+    #: Seconds, from and to, before an operation is repeated.
+    pauses = 0.005, 0.03
     #: Pruning rests that many times as long as each of its batches took.
     prune_rests = 1
     #: Moments have a time zone.
@@ -45,68 +50,42 @@ class Dialect:
     exact_collation: str | None = None
     #: A transaction's snapshot can hide a row as it is now from a locking read.
     snapshots_hide_rows = False
-    #: A savepoint's rollback may leave rows locked.
+    #: Rows stay locked that turned out not to match, or in a savepoint rolled back.
     keeps_row_locks = False
-    #: A locking read by range lets go of rows that turn out not to match.
-    frees_by_range = False
 
     # Clocks
 
     now: str
     #: Takes a moment and seconds: the moment so many seconds later.
-    after: Callable[[str, str], str]
+    after: Shape
     #: From the database's now to a moment; negative when past.
-    seconds_until: Callable[[str], str]
-
-    def utc(self, moment: str) -> str:
-        """A moment to be selected, without a time zone."""
-        return moment
+    seconds_until: Shape
+    #: A moment to be selected, without a time zone.
+    utc: Shape = "{}".format
 
     # Statements
 
-    quote = '"{}"'
+    table = f'"{TABLE}"'
+    key = '"key"'
     greatest = "GREATEST"
     #: Before an update that must not wait for a row.
     at_once = ""
-    insert_unless_there = "INSERT INTO {} ON CONFLICT DO NOTHING"
+    insert_unless_there: Shape = "INSERT INTO {} ON CONFLICT DO NOTHING".format
     share = "FOR SHARE"
     strength = "FOR UPDATE"
-    skip_locked = " FOR UPDATE SKIP LOCKED"
     pin_prefix = ""
-    #: What follows the place of a value in a statement, by its type.
-    as_text = as_integer = as_seconds = ""
-
-    def column(self, name: str) -> str:
-        return self.quote.format(name)
-
-    def text(self, name: str) -> str:
-        return f"%({name})s{self.as_text}"
-
-    def integer(self, name: str) -> str:
-        return f"%({name})s{self.as_integer}"
-
-    def seconds(self, name: str) -> str:
-        return f"%({name})s{self.as_seconds}"
-
-    def next_version(self, version: str) -> str:
-        """A new version that the reply carries back."""
-        return version
-
-    def unlocked(self, condition: str) -> str:
-        """The condition, of rows that no transaction has locked."""
-        return condition
-
-    def yields(self, over: str, long_over: str) -> str:
-        """The key is free, and nobody queues for it, or they don't come."""
-        return over
-
-    def rows_in(self, columns: str, rows: list[str]) -> str:
-        """One of those rows of values."""
-        return f"({columns}) IN ({', '.join(rows)})"
-
-    def renew_unlocked(self, change: str, which: str, n: int) -> str:
-        """An update of at most ``n`` rows that passes over locked ones."""
-        return f"UPDATE {self.column(TABLE)} SET {change} WHERE {which}"
+    #: Rows of values that one of columns is to be in.
+    rows: Shape = "{}".format
+    integer: Shape = "%({})s".format
+    seconds: Shape = "%({})s".format
+    #: A new version that the reply carries back.
+    next_version: Shape = "{}".format
+    #: A condition, of rows that no transaction has locked.
+    unlocked: Shape = "{}".format
+    #: The key is free, or has been for long, and nobody queues for it.
+    yields: Shape = "{}".format
+    #: A change of at most so many rows that passes over locked ones.
+    renew_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
 
     #: What a grant returns besides its version, for :meth:`note_session`.
     session: tuple[str, ...] = ()
@@ -125,6 +104,7 @@ class Dialect:
     transient: frozenset[object] = frozenset()
     stale_snapshot: object
     wait_over: frozenset[object] = frozenset()
+    taken: frozenset[object] = frozenset()
 
     def is_transient(self, error: BaseException) -> bool:
         """Tell whether the database asks for the statement to be repeated."""
@@ -144,7 +124,7 @@ class Dialect:
 
     def means_taken(self, error: BaseException) -> bool:
         """Tell whether an update that must not wait met a locked row."""
-        return False
+        return self.code(error) in self.taken
 
     # Sessions
 
@@ -200,3 +180,10 @@ class Dialect:
 @lru_cache(maxsize=1024)
 def digest(prefix: str, key: str) -> bytes:
     return hashlib.sha256(f"{prefix}\0{key}".encode()).digest()
+
+
+def ask(connection: Connection, sql: str, params: Any = None) -> Any:
+    """Return the first row that a statement returns."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, params)
+        return cursor.fetchone()

@@ -11,7 +11,7 @@ from django.db import InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
-from .base import TABLE, Dialect, digest
+from .base import TABLE, Dialect, ask, digest
 
 
 class MySQL(Dialect):
@@ -23,45 +23,37 @@ class MySQL(Dialect):
     network_timeouts = ("connect_timeout", "read_timeout", "write_timeout")
     exact_collation = "utf8mb4_0900_bin"
     now = "UTC_TIMESTAMP(6)"
-    quote = "`{}`"
+    table = f"`{TABLE}`"
+    key = "`key`"
     # INSERT IGNORE would hide every other error as well.
-    insert_unless_there = "INSERT INTO {}"
+    insert_unless_there = "INSERT INTO {}".format
     # The spelling that MariaDB knows too.
     share = "LOCK IN SHARE MODE"
     # GET_LOCK() rounds its timeout to whole seconds, and half a second to none.
     shortest_queueing = 1.0
     oldest: tuple[int, ...] = (8, 0, 11)
 
-    def after(self, moment: str, seconds: str) -> str:
-        return f"({moment} + INTERVAL {seconds} SECOND)"
-
-    def seconds_until(self, moment: str) -> str:
-        return f"(TIMESTAMPDIFF(MICROSECOND, {self.now}, {moment}) / 1e6)"
-
-    def next_version(self, version: str) -> str:
-        return f"LAST_INSERT_ID({version})"
-
-    def unlocked(self, condition: str) -> str:
-        # A subquery on the table that is updated must be materialized.
-        table, key = self.column(TABLE), self.column("key")
-        rows = f"SELECT {key} FROM {table} WHERE {condition}{self.skip_locked}"
-        return f"{key} = (SELECT * FROM ({rows}) AS locked)"
+    after = "({} + INTERVAL {} SECOND)".format
+    seconds_until = f"(TIMESTAMPDIFF(MICROSECOND, {now}, {{}}) / 1e6)".format
+    next_version = "LAST_INSERT_ID({})".format
+    # A subquery on the table that is updated must be materialized.
+    unlocked = (
+        f"{key} = (SELECT * FROM (SELECT {key} FROM {table} WHERE {{}} "
+        f"FOR UPDATE SKIP LOCKED) AS locked)"
+    ).format
+    yields = "{} AND ({} OR IS_FREE_LOCK(%(gate)s))".format
 
     def renew_unlocked(self, change: str, which: str, n: int) -> str:
         # Only this shape never waits for a row. The optimizer must find the unlocked
         # rows first and come to the others by the primary key, or it locks what it
         # passes, and the LIMIT keeps the derived table from being merged, without
         # SKIP LOCKED, into the update.
-        table, key = self.column(TABLE), self.column("key")
-        by_primary = f"{table} FORCE INDEX (PRIMARY)"
-        rows = f"SELECT {key} FROM {by_primary} WHERE {which} LIMIT {n}"
+        by_primary = f"{self.table} FORCE INDEX (PRIMARY)"
+        rows = f"SELECT {self.key} FROM {by_primary} WHERE {which} LIMIT {n}"
         return (
-            f"UPDATE ({rows}{self.skip_locked}) AS `due` STRAIGHT_JOIN {by_primary} "
-            f"ON {table}.{key} = `due`.{key} SET {change}"
+            f"UPDATE ({rows} FOR UPDATE SKIP LOCKED) AS due STRAIGHT_JOIN {by_primary} "
+            f"ON {self.table}.{self.key} = due.{self.key} SET {change}"
         )
-
-    def yields(self, over: str, long_over: str) -> str:
-        return f"{over} AND ({long_over} OR IS_FREE_LOCK({self.text('gate')}))"
 
     transient = frozenset({1020, 1205, 1213, 3058, 3572})
     stale_snapshot = 1020
@@ -78,16 +70,14 @@ class MySQL(Dialect):
         level: str | None = connection.isolation_level or "repeatable read"
         return level if level in {"repeatable read", "serializable"} else None
 
-    frees_by_range = True
     keeps_row_locks = True
 
     def session_isolation(self, connection: Any) -> str | None:
         level: str | None = connection.isolation_level
         if level is None:
-            with connection.cursor() as cursor:
-                # tx_isolation or transaction_isolation, by version.
-                cursor.execute("SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
-                level = str(cursor.fetchone()[-1]).lower().replace("-", " ")
+            # tx_isolation or transaction_isolation, by version.
+            row = ask(connection, "SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
+            level = str(row[-1]).lower().replace("-", " ")
         return level
 
     def bounded(
@@ -96,10 +86,8 @@ class MySQL(Dialect):
         if limit is None:
             return nullcontext()
 
-        def execute_limited(
-            execute: Any, sql: str, params: Any, many: bool, context: Any
-        ) -> Any:
-            return execute(self.limited(sql, max(limit, 0.001)), params, many, context)
+        def execute_limited(execute: Any, sql: str, *rest: Any) -> Any:
+            return execute(self.limited(sql, max(limit, 0.001)), *rest)
 
         return connection.execute_wrapper(execute_limited)
 
@@ -110,9 +98,7 @@ class MySQL(Dialect):
 
     def has_relied_on_sessions(self, connection: Connection) -> bool:
         # A Galera cluster doesn't replicate them.
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW VARIABLES LIKE 'wsrep_on'")
-            row = cursor.fetchone()
+        row = ask(connection, "SHOW VARIABLES LIKE 'wsrep_on'")
         return row is None or row[1].upper() != "ON"
 
     def take_session_lock(
@@ -120,9 +106,7 @@ class MySQL(Dialect):
     ) -> bool:
         if self.shortest_queueing:
             seconds = int(seconds)
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT GET_LOCK(%s, %s)", [name, seconds])
-            return bool(cursor.fetchone()[0])
+        return bool(ask(connection, "SELECT GET_LOCK(%s, %s)", [name, seconds])[0])
 
     def try_migration_lock(self, connection: Connection) -> bool:
         database = digest("migrate", str(connection.settings_dict["NAME"])).hex()
@@ -140,15 +124,14 @@ class MySQL(Dialect):
         return sql.replace("SELECT", hint, 1)
 
     def findings(self, connection: Any) -> Iterator[CheckMessage]:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT t.engine, c.collation_name FROM information_schema.tables t "
-                "JOIN information_schema.columns c USING (table_schema, table_name) "
-                "WHERE t.table_schema = DATABASE() AND t.table_name = %s "
-                "AND c.column_name = 'key'",
-                [TABLE],
-            )
-            engine, collation = cursor.fetchone()
+        engine, collation = ask(
+            connection,
+            "SELECT t.engine, c.collation_name FROM information_schema.tables t "
+            "JOIN information_schema.columns c USING (table_schema, table_name) "
+            "WHERE t.table_schema = DATABASE() AND t.table_name = %s "
+            "AND c.column_name = 'key'",
+            [TABLE],
+        )
         if engine != "InnoDB":
             yield warning(
                 "W002",
@@ -174,15 +157,9 @@ class MariaDB(MySQL):
     at_once = "SET STATEMENT innodb_lock_wait_timeout=0 FOR "
     shortest_queueing = 0.0
     oldest = (10, 6)
-
-    def unlocked(self, condition: str) -> str:
-        return condition
-
-    def means_taken(self, error: BaseException) -> bool:
-        return self.code(error) == 1205
-
-    def limited(self, sql: str, seconds: float) -> str:
-        return f"SET STATEMENT max_statement_time={seconds:.6f} FOR {sql}"
+    unlocked = "{}".format
+    limited = "SET STATEMENT max_statement_time={1:.6f} FOR {0}".format
+    taken = frozenset({1205})
 
 
 class SnapshotMariaDB(MariaDB):

@@ -11,48 +11,38 @@ from django.core.checks import CheckMessage
 from django.db import DatabaseError, InterfaceError, OperationalError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .base import TABLE, Dialect, digest
+from .base import TABLE, Dialect, ask, digest
 
 try:
-    import psycopg
+    from psycopg import Cursor
 except ImportError:
-    psycopg = None  # type: ignore[assignment]
-
+    Cursor = object  # type: ignore[assignment, misc]
 
 PREPARE_AFTER = 5
 """Grants on one connection after which the server keeps the plans of what follows."""
 
-
 PLAN_GONE = frozenset({"26000", "0A000"})
 
 
-class _PreparingCursor:
+class _PreparingCursor(Cursor):
     """psycopg's cursor, whose statements the server parses and plans only once.
 
     Django switches that off for the whole connection, because a pooler may give the
-    next transaction another session.
+    next transaction another session, and has a cursor that binds values on the client.
     """
 
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        # Not the connection's own kind, which binds values on the client.
-        self._cursor = psycopg.Cursor(raw)
-
-    def execute(self, sql: str, params: Any = None) -> Any:
-        before = self._raw.prepare_threshold
-        self._raw.prepare_threshold = 0
+    def execute(self, sql: Any, params: Any = None) -> Any:  # type: ignore[override]
+        raw: Any = self.connection
+        before, raw.prepare_threshold = raw.prepare_threshold, 0
         try:
-            return self._cursor.execute(sql, params, prepare=True)
+            return super().execute(sql, params, prepare=True)
         except Exception as error:
             if getattr(error, "sqlstate", None) in PLAN_GONE:
                 # Discarded, or made for columns of another type.
-                self._raw._dblocks_grants = -math.inf
+                raw._dblocks_grants = -math.inf
             raise
         finally:
-            self._raw.prepare_threshold = before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cursor, name)
+            raw.prepare_threshold = before
 
 
 class PostgreSQL(Dialect):
@@ -71,37 +61,29 @@ class PostgreSQL(Dialect):
     # version is one here: take-overs wait and renewals don't.
     strength = "FOR KEY SHARE"
 
-    def after(self, moment: str, seconds: str) -> str:
-        return f"({moment} + MAKE_INTERVAL(secs => {seconds}))"
-
-    def seconds_until(self, moment: str) -> str:
-        return f"EXTRACT(EPOCH FROM {moment} - {self.now})::double precision"
-
-    def utc(self, moment: str) -> str:
-        # A timestamptz arrives in the session's zone, ambiguous in the hour that
-        # daylight saving repeats.
-        return f"({moment} AT TIME ZONE 'UTC')"
-
-    # With server-side binding a parameter's type must be known.
-    as_text, as_integer, as_seconds = "::text", "::bigint", "::double precision"
-
-    def unlocked(self, condition: str) -> str:
-        table, key = self.column(TABLE), self.column("key")
-        return (
-            f"{key} = (SELECT {key} FROM {table} WHERE {condition}{self.skip_locked})"
-        )
+    after = "({} + MAKE_INTERVAL(secs => {}))".format
+    seconds_until = f"EXTRACT(EPOCH FROM {{}} - {now})::double precision".format
+    # A timestamptz arrives in the session's zone, ambiguous in the hour that daylight
+    # saving repeats.
+    utc = "({} AT TIME ZONE 'UTC')".format
+    # With server-side binding a number's type must be known.
+    integer = "%({})s::bigint".format
+    seconds = "%({})s::double precision".format
+    unlocked = (
+        f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} FOR UPDATE SKIP LOCKED)'
+    ).format
+    # The session lock is taken for the moment of the statement, whose commit frees it.
+    # It must not be tried for a key that isn't free: hence the CASE.
+    yields = (
+        "CASE WHEN {} THEN {} OR PG_TRY_ADVISORY_XACT_LOCK(%(gate)s::bigint) "
+        "ELSE FALSE END"
+    ).format
 
     def renew_unlocked(self, change: str, which: str, n: int) -> str:
-        table, key = self.column(TABLE), self.column("key")
+        rows = f"SELECT {self.key} FROM {self.table} WHERE {which}"
+        rows += " FOR NO KEY UPDATE SKIP LOCKED"
         # Not IN, which may become a join that runs the subquery again for each row.
-        rows = f"SELECT {key} FROM {table} WHERE {which} FOR NO KEY UPDATE SKIP LOCKED"
-        return f"UPDATE {table} SET {change} WHERE {key} = ANY(ARRAY({rows}))"
-
-    def yields(self, over: str, long_over: str) -> str:
-        # The session lock is taken for the moment of the statement, whose commit
-        # frees it. It must not be tried for a key that isn't free: hence the CASE.
-        free = f"PG_TRY_ADVISORY_XACT_LOCK({self.integer('gate')})"
-        return f"CASE WHEN {over} THEN {long_over} OR {free} ELSE FALSE END"
+        return f"UPDATE {self.table} SET {change} WHERE {self.key} = ANY(ARRAY({rows}))"
 
     session = ("PG_BACKEND_PID()",)
 
@@ -138,18 +120,15 @@ class PostgreSQL(Dialect):
         # What libpq itself reports, about the connection, has no state.
         return isinstance(error, (OperationalError, InterfaceError))
 
-    _LEVELS = {3: "repeatable read", 4: "serializable"}
+    _LEVELS: dict[Any, str] = {3: "repeatable read", 4: "serializable"}
 
     def isolation(self, connection: Any) -> str | None:
-        level = getattr(connection, "isolation_level", None)
-        return None if level is None else self._LEVELS.get(int(level))
+        return self._LEVELS.get(getattr(connection, "isolation_level", None))
 
     snapshots_hide_rows = True
 
     def session_isolation(self, connection: Connection) -> str | None:
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW transaction_isolation")
-            return str(cursor.fetchone()[0])
+        return str(ask(connection, "SHOW transaction_isolation")[0])
 
     @contextmanager
     def bounded(
@@ -159,17 +138,15 @@ class PostgreSQL(Dialect):
         # The savepoint keeps the transaction usable after a wait that ran out, and
         # going back to it undoes the setting.
         with transaction.atomic(using=connection.alias):
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    "SELECT current_setting('lock_timeout'), "
-                    "current_setting('transaction_isolation'), "
-                    "set_config('lock_timeout', %s, true)",
-                    [f"{milliseconds}ms"],
-                )
-                before, isolation, _ = cursor.fetchone()
+            before, isolation, _ = ask(
+                connection,
+                "SELECT current_setting('lock_timeout'), "
+                "current_setting('transaction_isolation'), "
+                "set_config('lock_timeout', %s, true)",
+                [f"{milliseconds}ms"],
+            )
             yield isolation
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
+            ask(connection, "SELECT set_config('lock_timeout', %s, true)", [before])
 
     def session_lock_name(self, connection: Connection, key: str) -> int:
         return int.from_bytes(digest("dblocks", key)[:8], "big", signed=True)
@@ -195,9 +172,9 @@ class PostgreSQL(Dialect):
         connection.ensure_connection()
         connection.set_autocommit(False)
         number = self.session_lock_name(connection, "migrate")
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [number])
-            return bool(cursor.fetchone()[0])
+        return bool(
+            ask(connection, "SELECT pg_try_advisory_xact_lock(%s)", [number])[0]
+        )
 
     free_session_locks = "SELECT pg_advisory_unlock_all()"
     queues = (
@@ -207,11 +184,11 @@ class PostgreSQL(Dialect):
     )
 
     def findings(self, connection: Connection) -> Iterator[CheckMessage]:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT collation_name FROM information_schema.columns "
-                "WHERE table_name = %s AND column_name = 'key' "
-                "AND table_schema = ANY (current_schemas(false))",
-                [TABLE],
-            )
-            yield from self.check_collation(connection.alias, cursor.fetchone()[0])
+        row = ask(
+            connection,
+            "SELECT collation_name FROM information_schema.columns "
+            "WHERE table_name = %s AND column_name = 'key' "
+            "AND table_schema = ANY (current_schemas(false))",
+            [TABLE],
+        )
+        yield from self.check_collation(connection.alias, row[0])
