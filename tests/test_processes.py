@@ -106,12 +106,13 @@ def test_killed_holder(workers: Workers, key: str) -> None:
 def test_killed_waiter(workers: Workers, key: str) -> None:
     """A process killed while it waits gets nothing and leaves nothing."""
     with distributed_lock(key).acquire(timeout=0):
-        waiter = workers.start("hold", key=key, timeout=DEADLINE)
+        waiter = workers.start("hold", key=key, timeout=DEADLINE, announced=True)
+        waiter.expect("asks")
         holder = stored(key).owner
-        eventually(lambda: waiter.alive)
         always(lambda: stored(key).owner == holder, during=0.5)
+        assert waiter.alive
         waiter.kill()
-    assert not distributed_lock(key).locked()
+    always(lambda: not distributed_lock(key).locked(), during=0.5, what="free")
     distributed_lock(key).acquire(timeout=0).release()
 
 

@@ -40,10 +40,18 @@ def wait_for(word: str) -> None:
         raise AssertionError(f"expected {word!r}, was told {message!r}")
 
 
-def hold(key: str, timeout: float = 0, **options: Any) -> None:
-    """Acquire, say so, and hold until told to release."""
+def hold(
+    key: str, timeout: float = 0, *, announced: bool = False, **options: Any
+) -> None:
+    """Acquire, say so, and hold until told to release.
+
+    If ``announced``, say before that it is about to ask.
+    """
     from dblocks import distributed_lock
 
+    if announced:
+        connections["default"].ensure_connection()
+        emit("asks")
     before = time.monotonic()
     lease = distributed_lock(key, **options).acquire(timeout=timeout)
     emit("held", token=lease.fencing_token, owner=lease.owner, before=before)

@@ -18,12 +18,15 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from tests.faults.history import Event
+from tests.faults.history import WHATS, Event
 from tests.timing import DEADLINE, eventually
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 Told = dict[str, Any]
+
+#: A database error; a grant that was lost at its release, or left to lapse.
+ERRORS = frozenset({"database", "unreleased", "lapsed"})
 
 
 class Member:
@@ -36,6 +39,9 @@ class Member:
         self.told: list[Told] = []
         self.done = False
         self.ended = False
+        #: When it was stopped, and when it was told to go on.
+        self.pauses: list[tuple[float, float]] = []
+        self._stopped: float | None = None
 
     def saw(self, event: str) -> Told | None:
         """Return the last event of this name, or ``None``."""
@@ -55,6 +61,7 @@ class Member:
 
     def stop(self) -> None:
         """Suspend it and wait until it stands."""
+        self._stopped = time.monotonic()
         os.kill(self.pid, signal.SIGSTOP)
         stat = Path(f"/proc/{self.pid}/stat")
         eventually(
@@ -63,8 +70,31 @@ class Member:
         )
 
     def resume(self) -> None:
+        if self._stopped is not None:
+            self.pauses.append((self._stopped, time.monotonic()))
+            self._stopped = None
         if not self.ended:
             os.kill(self.pid, signal.SIGCONT)
+
+    def was_stopped(self, since: float, until: float) -> bool:
+        """Tell whether it was stopped for a part of that time."""
+        return any(
+            stopped <= until and since <= resumed for stopped, resumed in self.pauses
+        )
+
+    def deadline(self, loss: Told) -> float | None:
+        """Return the moment by which it had to tell of a loss, if that is known.
+
+        Who was stopped at that moment can tell when it goes on.
+        """
+        deadline: float | None = loss["deadline"]
+        for stopped, resumed in self.pauses:
+            if not loss["before"] <= stopped <= resumed <= loss["after"]:
+                continue
+            over = resumed - stopped >= loss["lease"]
+            if over if deadline is None else stopped <= deadline <= resumed:
+                return resumed
+        return deadline
 
     def kill(self) -> float:
         """End it with SIGKILL; return when."""
@@ -179,6 +209,10 @@ class Crew:
         for member in self._members.values():
             yield from member.told
 
+    def errors(self) -> list[Told]:
+        """Return every error that reached a caller, of a release too."""
+        return [told for told in self.told() if told["event"] in ERRORS]
+
     def history(self) -> list[Event]:
         """Return what was told so far as a history."""
         return [
@@ -189,9 +223,12 @@ class Crew:
                 told["before"],
                 told.get("after", told["at"]),
                 str(told["who"]),
+                self._members[told["who"]].deadline(told)
+                if told["event"] == "loss"
+                else None,
             )
             for told in self.told()
-            if told["event"] in {"grant", "held", "release", "write"}
+            if told["event"] in WHATS
         ]
 
     def forget(self) -> None:
@@ -223,4 +260,6 @@ class Crew:
             self._child.kill()
             self._child.wait()
         self._reader.join(timeout=DEADLINE)
-        self._child.stdout.close()
+        # Who was left behind may keep it open; to close it would be to wait for them.
+        if not self._reader.is_alive():
+            self._child.stdout.close()

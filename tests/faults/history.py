@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tests.faults.scale import LATE, SEED
+
 #: A grant came back; an observation that the lease was held; a release that the
 #: database carried out; a write that was acknowledged; news of a loss.
 WHATS = frozenset({"grant", "held", "release", "write", "loss"})
@@ -27,7 +29,7 @@ class Event:
     before: float
     after: float
     process: str
-    #: Of a loss: the moment until which it had to be known.
+    #: Of a loss: the moment by which it had to be known.
     deadline: float | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +142,25 @@ def late_losses(events: Iterable[Event], late: float) -> list[Fault]:
     ]
 
 
+def take_overs(events: Iterable[Event]) -> int:
+    """Count the grants of keys that nobody had given back: their leases had run out."""
+    events = list(events)
+    given_back = {(e.key, e.token) for e in events if e.what == "release"}
+    granted = {(e.key, e.token) for e in events if e.what == "grant"}
+    return sum((key, token - 1) in granted - given_back for key, token in granted)
+
+
+def late_renewals(left: Iterable[float], length: float) -> list[float]:
+    """Return what was left of leases of a length that were renewed too late.
+
+    Args:
+        left: Seconds that a lease still had when it was renewed.
+    """
+    # A renewal is due when a third of what the lease starts from is gone.
+    due = (length - max(0.1 * length, 0.25)) * 2 / 3
+    return [seconds for seconds in left if due - seconds > length / 3]
+
+
 def lost_updates(events: Iterable[Event], final: dict[str, int]) -> list[Fault]:
     """Keys whose final value is less than the number of acknowledged increments.
 
@@ -156,6 +177,13 @@ def lost_updates(events: Iterable[Event], final: dict[str, int]) -> list[Fault]:
         for key in sorted({*acknowledged, *final})
         if acknowledged[key] != final.get(key, 0)
     ]
+
+
+def verify(events: Iterable[Event], *, late: float = LATE) -> None:
+    """Fail with the offending events unless the history is one of a lock."""
+    faults = check(events, late=late)
+    if faults:
+        raise AssertionError(report(faults, SEED))
 
 
 def report(faults: Iterable[Fault], seed: int) -> str:

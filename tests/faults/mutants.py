@@ -39,6 +39,8 @@ class Mutant:
     tests: tuple[str, ...]
     quick: str
     engines: tuple[str, ...] = ALL
+    #: Its tests have a second database, ``locks``.
+    apart: bool = False
 
     def apply(self, package: Path) -> None:
         """Change the source; it is an error if that is no longer what it was."""
@@ -51,6 +53,7 @@ class Mutant:
 
 STATEMENTS = "backends/database/statements.py"
 TABLE = "backends/database/table.py"
+HOLDS = "holding/holds.py"
 OWN = 'f"{self.this_key} AND owner = %(owner)s "\n'
 CURRENT = OWN + "            f\"AND version = {d.integer('version')}\"\n"
 NOW = "__import__('datetime').datetime.now(__import__('datetime').timezone.utc)"
@@ -216,10 +219,10 @@ MUTANTS = [
     ),
     Mutant(
         "a forked child keeps the lease",
-        "holding/holds.py",
+        HOLDS,
         '        self._ends("forked")',
         "        pass",
-        ("tests/faults/test_processes.py::test_fork_while_holding",),
+        ("tests/faults/test_children.py::test_fork_while_holding",),
         quick=POSTGRESQL,
     ),
     Mutant(
@@ -249,7 +252,7 @@ MUTANTS = [
     ),
     Mutant(
         "a re-entry counts from the answer",
-        "holding/holds.py",
+        HOLDS,
         "if not self.extend(sent, lease):\n                    self.counted",
         "if not self.extend(clock.monotonic(), lease):\n"
         "                    self.counted",
@@ -266,7 +269,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost lease comes back",
-        "holding/holds.py",
+        HOLDS,
         "        if not self.is_live():\n"
         "            return False\n"
         "        lease = self.terms.lease if lease is None else lease\n",
@@ -302,6 +305,98 @@ MUTANTS = [
         ("tests/test_manager.py::test_force_release",),
         quick=SQLITE,
     ),
+    Mutant(
+        "a getter notes a loss",
+        HOLDS,
+        "            return self._overdue()\n",
+        "            self.note_overdue()\n            return self._overdue()\n",
+        ("tests/faults/test_late_answers.py::test_getters_only_look",),
+        quick=SQLITE,
+    ),
+    Mutant(
+        "a release outside the hold's mutex",
+        HOLDS,
+        "        with self.mutex:\n            # A guard's verdict is final",
+        "        if True:\n            # A guard's verdict is final",
+        ("tests/test_releases_in_threads.py::test_release_overtaken_by_the_next",),
+        quick=SQLITE,
+    ),
+    Mutant(
+        "a lost reply leaves a ghost",
+        TABLE,
+        "    seen = _acquire(connection, request)\n",
+        "    if not request.explicit:\n"
+        "        request.owner = request.owner[1:] + request.owner[0]\n"
+        "    seen = _acquire(connection, request)\n",
+        ("tests/faults/test_network.py::test_lost_reply_to_an_acquire",),
+        quick=POSTGRESQL,
+        engines=SERVERS,
+    ),
+    Mutant(
+        "a lost reply to a release is a loss",
+        TABLE,
+        "    seen = read(connection, grant.key)\n    if count",
+        "    seen = None\n    if count",
+        ("tests/faults/test_network.py::test_lost_reply_to_a_release",),
+        quick=MYSQL,
+        engines=SERVERS,
+    ),
+    Mutant(
+        "another statement's reply",
+        "backends/database/execution.py",
+        "        if disturbed:\n",
+        "        if False:\n",
+        ("tests/test_reentrant_code.py::test_grant_has_its_own_token",),
+        quick=MYSQL,
+        engines=(MYSQL,),
+    ),
+    Mutant(
+        "a re-entry overrides max_hold",
+        STATEMENTS,
+        '            f"expires_at = {self.extended} WHERE {d.unlocked(live)}"\n',
+        '            f"expires_at = {self.lease_end} WHERE {d.unlocked(live)}"\n',
+        ("tests/test_explicit_owners.py::test_limit_binds_co_owners",),
+        quick=SQLITE,
+    ),
+    Mutant(
+        "the holder forgets max_hold",
+        HOLDS,
+        "        end = min(sent + lease, self.limit)\n",
+        "        end = sent + lease\n",
+        ("tests/test_lock.py::TestMaxHold::test_explicit_renewal_is_bounded",),
+        quick=POSTGRESQL,
+    ),
+    Mutant(
+        "a pin ends before the outermost commit",
+        "leases.py",
+        "        self._committed = guarded\n",
+        "        self._committed = guarded\n"
+        "        from .backends.database import connections as apart\n"
+        "        for alias in list(apart._thread.pins):\n"
+        "            apart._unpin(alias)\n",
+        (
+            "tests/test_transaction_ends.py::TestPinApart"
+            "::test_overdue_before_the_outer_commit",
+        ),
+        quick=MYSQL,
+        apart=True,
+    ),
+    Mutant(
+        "nobody undoes what a cancelled task acquires",
+        "waiting/threads.py",
+        "            undo(self._result)\n",
+        "            pass\n",
+        ("tests/test_async_threads.py::test_grant_that_nobody_receives_is_undone",),
+        quick=POSTGRESQL,
+    ),
+    Mutant(
+        "foreign code in the timer",
+        "holding/losses.py",
+        "    apart(news)\n",
+        "    news()\n",
+        ("tests/test_losses.py::test_loss_that_cant_be_logged[blocks-default]",),
+        quick=SQLITE,
+    ),
 ]
 
 
@@ -329,6 +424,8 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     environment = {**os.environ, "DATABASE_URL": url(folder), "DBLOCKS_FAULTS": ""}
     for name in ("LOCKS_DATABASE_URL", "DBLOCKS_FAULTS_FIGURES"):
         environment.pop(name, None)
+    if mutant.apart:
+        environment["LOCKS_DATABASE_URL"] = url(folder, "locks")
     # Else an installed package might be found in place of the copy.
     environment["PYTHONPATH"] = str(copy)
     # Not a pipe: a stopped child of the tests would keep it open.
@@ -368,12 +465,12 @@ def died(report: Path) -> bool:
     return False
 
 
-def url(folder: Path) -> str:
+def url(folder: Path, name: str = "mutant") -> str:
     """Return a database of its own, beside the tests' on the same server."""
     if connection.vendor == "sqlite":
-        return f"sqlite:///{folder / 'mutant.sqlite3'}"
+        return f"sqlite:///{folder / name}.sqlite3"
     config = settings.DATABASES["default"]
     scheme = {"mysql": "mysql", "postgresql": "postgres"}[connection.vendor]
     password = f":{config['PASSWORD']}" if config["PASSWORD"] else ""
     address = f"{config['USER']}{password}@{config['HOST']}:{config['PORT']}"
-    return f"{scheme}://{address}/mutant{os.getpid()}_{folder.name[-12:]}"
+    return f"{scheme}://{address}/{name}{os.getpid()}_{folder.name[-12:]}"

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+#: What figures are of: they stand for as long as nothing in it changes.
+ENGINE = "dblocks"
 FIGURES = Path(__file__).with_name("figures.json")
 PAGE = ROOT / "docs" / "safety.md"
 BEGIN, END = "<!-- figures of python -m tests.faults -->", "<!-- end of figures -->"
 TITLES = {"sqlite": "SQLite", "mariadb": "MariaDB", "postgres": "PostgreSQL"}
 
+#: Of a commit's name, so many characters are for people.
+SHORT = 10
+
 Row = dict[str, Any]
 
 
 def merge(rows: Iterable[Row]) -> dict[str, Any]:
-    """Add the figures of one fault's tests up; of what is a time, take the worst."""
+    """Add the figures of one fault's tests up; of what is a time, take the worst.
+
+    What is counted apart, such as where interrupts landed, stays so.
+    """
     merged: dict[str, Any] = {}
     for row in rows:
         for name, value in row["figures"].items():
             if isinstance(value, str) or name not in merged:
                 merged[name] = value
+            elif isinstance(value, dict):
+                merged[name] = dict(Counter(merged[name]) + Counter(value))
             elif name.endswith(")"):
                 merged[name] = max(merged[name], value)
             else:
@@ -32,12 +44,64 @@ def merge(rows: Iterable[Row]) -> dict[str, Any]:
     return merged
 
 
+def git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return result.stdout.strip()
+
+
+def differs(commit: str) -> bool:
+    """Tell whether the engine isn't, or is not known to be, what it was then."""
+    try:
+        git("diff", "--quiet", commit, "--", ENGINE)
+        return bool(git("ls-files", "--others", "--exclude-standard", "--", ENGINE))
+    except (OSError, subprocess.CalledProcessError):
+        return True
+
+
+def commit() -> str:
+    """Return the commit that has the present engine.
+
+    Raises:
+        ValueError: None has: something was changed and not committed.
+    """
+    commit = git("rev-parse", "HEAD")
+    if differs(commit):
+        raise ValueError(f"{ENGINE}/ has changes that are not committed.")
+    return commit
+
+
+def outdated(engines: Iterable[str]) -> list[str]:
+    """Say whose figures are not those of the present engine, and why."""
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    found = []
+    for engine in engines:
+        run = known.get(engine, {})
+        parts = {"": run, **run.get("again", {})}
+        for fault, part in parts.items():
+            title = " ".join(filter(None, [TITLES[engine], fault]))
+            if "commit" not in part:
+                found.append(f"{title}: there are none that name a commit")
+            elif differs(part["commit"]):
+                short = part["commit"][:SHORT]
+                found.append(f"{title}: {ENGINE}/ has changed since {short}")
+    return found
+
+
 def write(
-    engine: str, seed: int, seconds: float, rows: list[Row], *, again: bool = False
+    engine: str,
+    seed: int,
+    seconds: float,
+    rows: list[Row],
+    *,
+    commit: str,
+    again: bool = False,
 ) -> None:
     """Keep what a full run of an engine measured, and bring the page up to date.
 
     Args:
+        commit: What it was run on.
         again: Only these faults were run again; the other figures stay.
     """
     versions = next((row["versions"] for row in rows if "versions" in row), "")
@@ -51,11 +115,15 @@ def write(
         run["faults"] |= faults
         run["again"] = {
             **run.get("again", {}),
-            **dict.fromkeys(faults, f"{time.strftime('%F')}, seed {seed}"),
+            **{
+                fault: {"date": time.strftime("%F"), "seed": seed, "commit": commit}
+                for fault in faults
+            },
         }
     else:
         known[engine] = {
             "date": time.strftime("%F"),
+            "commit": commit,
             "seed": seed,
             "minutes": round(seconds / 60),
             "versions": versions,
@@ -79,11 +147,11 @@ def table(known: dict[str, Any]) -> str:
     for engine in engines:
         run = known[engine]
         lines.append(
-            f"* {TITLES[engine]}: {run['date']}, {run['versions']}, "
-            f"seed {run['seed']}, {run['minutes']} minutes."
+            f"* {TITLES[engine]}: {origin(run)}, {run['versions']}, "
+            f"{run['minutes']} minutes."
         )
-        for fault, when in run.get("again", {}).items():
-            lines[-1] += f" {fault} was run again: {when}."
+        for fault, part in run.get("again", {}).items():
+            lines[-1] += f" {fault} was run again: {origin(part)}."
     titles = [TITLES[engine] for engine in engines]
     lines += [
         "",
@@ -95,6 +163,14 @@ def table(known: dict[str, Any]) -> str:
         cells = [cell(known[engine]["faults"].get(fault)) for engine in engines]
         lines.append(f"| {fault} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def origin(run: dict[str, Any]) -> str:
+    """Say when something was run, on what, and with which seed."""
+    texts = [run["date"], f"seed {run['seed']}"]
+    if "commit" in run:
+        texts.insert(1, f"commit {run['commit'][:SHORT]}")
+    return ", ".join(texts)
 
 
 def order(fault: str) -> tuple[str, int, str]:
@@ -109,6 +185,9 @@ def cell(figures: dict[str, Any] | None) -> str:
         return "–"
     texts = []
     for name, value in figures.items():
+        if isinstance(value, dict):
+            # It stands in the file alone.
+            continue
         number = f"{value:,}" if isinstance(value, int) else str(value)
         measured = re.fullmatch(r"(.*) \((.*)\)", name)
         if measured is not None:

@@ -18,6 +18,11 @@ SEED = int(
 #: Factor for the full counts: ``--duration`` scales them.
 SHARE = float(os.environ.get("DBLOCKS_FAULTS_SHARE") or 1.0)
 
+#: Seconds that a machine which has other work adds to a moment.
+LATE = 0.75
+#: Seconds between two looks of a waiter at a key that has been taken for long.
+POLL = 0.1
+
 
 def pick(quick: N, full: N) -> N:
     """Return what this run has in place of the other; ``--duration`` keeps it."""

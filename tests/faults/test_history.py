@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.faults.history import Event, check, lost_updates, report
+from tests.faults.history import (
+    Event,
+    check,
+    late_renewals,
+    lost_updates,
+    report,
+    take_overs,
+    verify,
+)
 
 
 def event(
@@ -166,3 +174,40 @@ def test_shuffled_history_with_one_fault() -> None:
     assert not check(events)
     events.append(event("held", 250, 251.3, 251.3, f"p{250 % 7}"))
     assert [fault.kind for fault in check(events)] == ["overlap"]
+
+
+def test_take_overs() -> None:
+    """A grant of what nobody had given back took over a lease that had run out."""
+    assert (
+        take_overs(
+            [
+                event("grant", 1, 0, 1),
+                event("release", 1, 2, 3),
+                event("grant", 2, 4, 5, "b"),
+                event("grant", 3, 6, 7, "c"),
+                event("grant", 3, 6, 7, "c", key="other"),
+                event("grant", 5, 8, 9, "c"),
+            ]
+        )
+        == 1
+    )
+
+
+def test_late_renewals() -> None:
+    """A renewal is late when the third of a lease after it was due is gone."""
+    assert late_renewals([1.8, 1.2, 0.81, 0.79, 0.1], 3.0) == [0.79, 0.1]
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        [event("grant", 1, 0, 1), event("grant", 1, 2, 3)],
+        [event("loss", 1, 0, 2, deadline=1.0)],
+    ],
+    ids=["token", "loss"],
+)
+def test_verify(faulty: list[Event]) -> None:
+    """A bad history fails the test that has it, with the seed."""
+    verify([event("grant", 1, 0, 1), event("loss", 1, 0, 1.5, deadline=1.0)])
+    with pytest.raises(AssertionError, match="seed"):
+        verify(faulty)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,3 +113,36 @@ def test_answer_after_the_loss(late: dict[str, Delay], key: str) -> None:
     always(lambda: not lease.held and lease.lost_reason, during=0.3)
     assert [reason for _, reason in losses] == ["backend"]
     assert not lease.release()
+
+
+@pytest.fixture
+def undisturbed() -> Iterator[Callable[[float], None]]:
+    """Sleep in a way that lets no other thread run, then or shortly after."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(DEADLINE)
+    yield lambda seconds: ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+    sys.setswitchinterval(interval)
+
+
+def test_getters_only_look(
+    key: str, undisturbed: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks about a lease that is over is told so, and nothing is set off."""
+    lease = distributed_lock(key, lease=0.3, renew=False).acquire(timeout=0)
+    told = threading.Event()
+    lease.on_lost(lambda lost: told.set())
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def note(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", note)
+    undisturbed(0.4)
+    looked = lease.held, lease.remaining(), lease.lost_reason, repr(lease)
+    by_looking = list(started)
+    monkeypatch.undo()
+    assert looked[:3] == (False, 0.0, "expired")
+    assert not by_looking
+    assert told.wait(DEADLINE)

@@ -12,11 +12,12 @@ import pytest
 from django.db import connection, connections
 
 from dblocks import LockTimeout, distributed_lock
+from dblocks.models import TokenFloor
 from tests.factories import stored
 from tests.faults.crew import Crew
-from tests.faults.history import check, report
+from tests.faults.history import late_renewals, verify
 from tests.faults.proxy import Proxy
-from tests.faults.scale import FULL, SEED, counts, pick
+from tests.faults.scale import FULL, LATE, POLL, SEED, counts, pick
 from tests.timing import DEADLINE, always, eventually
 
 pytestmark = [
@@ -26,9 +27,6 @@ pytestmark = [
 
 Figures = dict[str, Any]
 Distant = Callable[..., str]
-
-#: What a machine that has other work adds to a moment.
-LATE = 0.75
 
 
 def sessions() -> list[int]:
@@ -65,8 +63,11 @@ def test_lost_reply_to_an_acquire(
     backend = distant()
     for number in range(counts(3, 200)):
         name = f"{key}:{number}"
-        if not first:
-            distributed_lock(name).acquire(timeout=0).release()
+        if first:
+            earlier = TokenFloor.objects.get().value
+        else:
+            with distributed_lock(name).acquire(timeout=0) as before:
+                earlier = before.fencing_token or 0
         proxy.after = b"INSERT" if first else b"UPDATE"
         connections["distant"].ensure_connection()
         proxy.lose_replies = 1
@@ -81,7 +82,8 @@ def test_lost_reply_to_an_acquire(
             lease.owner,
             1,
         )
-        assert row.version == (1 if first else 2) or row.version > 2
+        # Granted once, and not once more by the retry.
+        assert row.version == earlier + 1
         assert distributed_lock(name).try_acquire() is None
         assert lease.release()
         assert not distributed_lock(name).locked()
@@ -107,8 +109,12 @@ def test_lost_reply_to_a_release(
 def test_black_hole_for_ever(
     proxy: Proxy, distant: Distant, key: str, figures: Figures
 ) -> None:
-    """F10, I5: the loss is known by the deadline while the socket hangs."""
-    backend, length, lates = distant(), 1.2, []
+    """F10, I5: the loss is known by the deadline while the socket hangs.
+
+    Somebody else has the key when the lease is over, and not before.
+    """
+    backend, length = distant(), 1.2
+    lates, waits = list[float](), list[float]()
     for number in range(counts(2, 30)):
         name = f"{key}:{number}"
         proxy.swallow = False
@@ -129,13 +135,17 @@ def test_black_hole_for_ever(
         # Nothing extends it any more; what was under way has arrived after this.
         time.sleep(0.05)
         deadline = time.monotonic() + lease.remaining()
+        end = stored(name).expires_at
         with distributed_lock(name).acquire(timeout=DEADLINE) as next_one:
             granted = time.monotonic()
             held = lease.held
             assert told.wait(DEADLINE)
             assert next_one.fencing_token > lease.fencing_token
+            taken_over = stored(name).acquired_at
         assert not held
         assert granted > deadline
+        assert taken_over is not None
+        waits.append((taken_over - end).total_seconds())
         lates.append(lost[0] - deadline)
         proxy.reset_all()
         proxy.swallow = False
@@ -143,8 +153,11 @@ def test_black_hole_for_ever(
     middle = sorted(lates)[len(lates) // 2]
     figures |= {"for ever": len(lates), "news late, median (ms)": round(1000 * middle)}
     figures |= {"news late, worst (ms)": round(1000 * max(lates))}
+    figures |= {"free to taken over, worst (ms)": round(1000 * max(waits))}
     assert middle <= (0.05 if FULL else LATE)
-    assert max(lates) <= LATE
+    assert max(lates) <= (0.05 if FULL else LATE)
+    assert min(waits) >= 0
+    assert max(waits) <= POLL + (0.25 if FULL else LATE)
 
 
 def test_short_black_hole(
@@ -187,7 +200,7 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
     chance = random.Random(SEED)
     start = time.monotonic() + 0.5
     length = 3.0
-    until = start + counts(3.0, 120.0)
+    until = start + counts(4.0, 120.0)
     holders = crew.fork_all(
         "hold",
         [{"key": f"{key}:{n}", "until": until, "lease": length} for n in range(3)],
@@ -215,25 +228,21 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
             killed += 1
         crew.take_in(wait=chance.uniform(0.0, 0.3))
     crew.finish([*holders, *contenders], within=counts(30.0, 240.0))
-    lost = [told for told in crew.told() if told["event"] == "lost"]
-    # A renewal is due when a third of what the lease starts from is gone.
-    starts_from = length - max(0.1 * length, 0.25)
-    due = starts_from * 2 / 3
+    lost = [told for told in crew.told() if told["event"] == "loss"]
     left = [told["left"] for told in crew.told() if told["event"] == "renewed"]
-    slow = [seconds for seconds in left if due - seconds > length / 3]
+    slow = late_renewals(left, length)
     figures |= {"sessions killed": killed, "leases lost": len(lost)}
     figures |= {"renewals": len(left), "recovered late": len(slow)}
     # A session that ends while it is being made is an error; one at work is replaced.
-    errors = [told for told in crew.told() if told["event"] == "database"]
-    figures["ended while connecting"] = len(errors)
-    others = [told["trace"] for told in errors if not told["connecting"]]
-    assert not others, "\n\n".join(others)
+    errors = crew.errors()
+    others = [told for told in errors if not told.get("connecting")]
+    figures["ended while connecting"] = len(errors) - len(others)
+    assert not others, "\n\n".join(told.get("trace", str(told)) for told in others)
     assert killed >= counts(3, 500)
-    assert left
-    assert len(slow) <= pick(1.0, 0.01) * len(left)
+    assert len(left) >= len(holders)
+    assert len(slow) <= pick(0.25, 0.01) * len(left)
     assert not lost
-    faults = check(crew.history())
-    assert not faults, report(faults, SEED)
+    verify(crew.history())
     eventually(lambda: not sessions(), what="the end of all sessions")
 
 
@@ -241,11 +250,11 @@ def test_slow_network_that_resets(
     proxy: Proxy, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F11: latency and resets are no loss while a lease is long enough."""
-    length = pick(5.0, 10.0)
+    length = pick(4.0, 10.0)
     # Of each way, so that a round trip takes 100 to 300 ms.
     proxy.delay = pick(0.025, 0.05), pick(0.05, 0.15)
     crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-    until = time.monotonic() + counts(6.0, 75.0)
+    until = time.monotonic() + counts(7.0, 75.0)
     holders = crew.fork_all(
         "hold",
         [
@@ -257,7 +266,12 @@ def test_slow_network_that_resets(
         holder.expect("grant", within=30)
     # Of the requests about locks.
     proxy.resets, proxy.after = 0.05, b"dblocks_"
+    crew.until(lambda: all(h.saw("renewed") for h in holders), 2 * DEADLINE)
+    # One that the few renewals of the quick part certainly meet.
+    proxy.reset_all()
     crew.until(lambda: all(h.ended for h in holders), counts(40.0, 200.0), "the end")
-    lost = [told for told in crew.told() if told["event"] == "lost"]
+    lost = [told for told in crew.told() if told["event"] == "loss"]
+    # A release may meet one reset after the other until its patience is over.
+    lost += [told for told in crew.errors() if "trace" not in told]
     figures |= {"leases": len(holders), "resets": proxy.reset, "lost": len(lost)}
     assert not lost

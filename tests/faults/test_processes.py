@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import time
+from collections import Counter
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ from dblocks import distributed_lock
 from dblocks.models import DistributedLock
 from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew, Member
-from tests.faults.history import check, lost_updates, report
-from tests.faults.scale import FULL, SEED, counts, pick
+from tests.faults.history import lost_updates, verify
+from tests.faults.scale import FULL, POLL, SEED, counts, pick
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually, takes
+from tests.timing import DEADLINE, SLACK, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -56,31 +58,50 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
         "killed": len(delays),
         "free to granted, p99 (ms)": round(1000 * p99(delays)),
     }
-    assert p99(delays) <= 0.1 + (0.25 if FULL else SLACK)
+    assert p99(delays) <= POLL + (0.25 if FULL else SLACK)
+
+
+def hand_off(crew: Crew, key: str, victim: int | None) -> float:
+    """Give a key back that three wait for, one of whom may be killed before.
+
+    Returns:
+        After how many seconds the next one has it.
+    """
+    with distributed_lock(key).acquire(timeout=0):
+        waiters = crew.fork_all("wait", [{"key": key, "timeout": 20}] * 3)
+        born = time.monotonic()
+        # Any of them may be the first of the queue, or not be there yet.
+        crew.until(lambda: time.monotonic() > born + 0.2)
+        if victim is not None:
+            waiters[victim].kill()
+    released = time.monotonic()
+    rest = [waiter for waiter in waiters if not waiter.ended]
+    crew.finish(rest)
+    assert len(rest) == (3 if victim is None else 2)
+    row = stored(key)
+    assert (row.owner, row.hold_count) == ("", 0)
+    assert not distributed_lock(key).locked()
+    # Granted once to each that was served, and to nobody else.
+    tokens = {waiter.expect("grant")["token"] for waiter in rest}
+    assert tokens == set(range(row.version - len(rest) + 1, row.version + 1))
+    return min(w.expect("grant")["after"] for w in rest) - released
 
 
 def test_killed_waiters(crew: Crew, key: str, figures: Figures) -> None:
-    """F2: a waiter killed in the queue leaves nothing; the others are served."""
-    delays = []
-    for round_ in range(counts(2, 100)):
-        name = f"{key}:{round_}"
-        with distributed_lock(name).acquire(timeout=0):
-            waiters = crew.fork_all("wait", [{"key": name, "timeout": 20}] * 3)
-            born = time.monotonic()
-            # Any of them may be the first of the queue, or not be there yet.
-            crew.until(lambda born=born: time.monotonic() > born + 0.2)
-            waiters[round_ % 3].kill()
-        released = time.monotonic()
-        rest = [waiter for waiter in waiters if not waiter.ended]
-        crew.finish(rest)
-        delays.append(min(w.expect("grant")["after"] for w in rest) - released)
-        assert not distributed_lock(name).locked()
+    """F2: a waiter killed in the queue leaves nothing; others don't wait longer."""
+    delays, undisturbed = [], []
+    for number in range(counts(2, 100)):
+        delays.append(hand_off(crew, f"{key}:{number}", number % 3))
+        undisturbed.append(hand_off(crew, f"{key}:{number}:undisturbed", None))
     figures |= {
         "killed": len(delays),
         "hand-off, worst (ms)": round(1000 * max(delays)),
+        "undisturbed, worst (ms)": round(1000 * max(undisturbed)),
     }
-    assert max(delays) < 1 + SLACK
-    assert not check(crew.history())
+    assert max(delays) <= POLL + (0.25 if FULL else 0.5 * SLACK)
+    assert median(delays) <= 2 * median(undisturbed) + (0.02 if FULL else 0.2)
+    verify(crew.history())
+    assert not crew.errors()
 
 
 class Nemesis:
@@ -160,10 +181,21 @@ def pause_updaters(
         "lost": acknowledged - sum(final.values()),
         "refused": sum(told["event"] == "refused" for told in crew.told()),
     }
+    waits = [
+        told["at"] - told["before"] - told["timeout"]
+        for member in members
+        for told in member.told
+        if told["event"] == "gave up"
+        and not member.was_stopped(told["before"], told["at"])
+    ]
+    if waits:
+        figures["others' timeouts late, worst (ms)"] = round(1000 * max(waits))
+        # Here twenty processes share the machine.
+        assert max(waits) <= SLACK
     assert nemesis.pauses
     if mode in {"guard", "atomic"}:
-        faults = check(history) + lost_updates(history, final)
-        assert not faults, report(faults, SEED)
+        verify(history)
+        assert not lost_updates(history, final)
     return acknowledged, sum(final.values())
 
 
@@ -200,24 +232,32 @@ def test_stopped_between_guard_and_commit(
     server: str, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F5: nobody takes the key over, everybody's timeout is kept, the commit counts."""
-    for number in range(counts(1, 20)):
-        stop_after_the_guard(crew, f"{key}:{number}")
-    figures["stopped after the guard"] = counts(1, 20)
+    found = [
+        stop_after_the_guard(crew, f"{key}:{number}") for number in range(counts(1, 20))
+    ]
+    late = max(max(each) for each in found)
+    figures["stopped after the guard"] = len(found)
+    figures["others' timeouts late, worst (ms)"] = round(1000 * late)
+    assert late <= (0.25 if FULL else SLACK)
 
 
-def stop_after_the_guard(crew: Crew, key: str) -> None:
-    account, lease = AccountFactory(), 0.6
+def stop_after_the_guard(crew: Crew, key: str) -> list[float]:
+    """Return by how much others' waits were longer than their timeouts."""
+    account, lease, timeout = AccountFactory(), 0.6, 1.0
     holder = crew.fork(
-        "guarded_pause", key=key, account=account.pk, lease=lease, pause=0.3
+        "guarded_pause", key=key, account=account.pk, lease=lease, pause=0.5
     )
     token = holder.expect("guarded")["token"]
     holder.stop()
+    late = []
     try:
+        # One begins before the lease is over, the other after it.
         for _ in range(2):
-            with takes(at_most=1.0 + 2 * SLACK):
-                taken = distributed_lock(key).try_acquire(timeout=1.0)
-            if holder.saw("committed") is None:
-                assert taken is None
+            began = time.monotonic()
+            assert distributed_lock(key).try_acquire(timeout=timeout) is None
+            late.append(time.monotonic() - began - timeout)
+            assert late[-1] >= 0
+        assert holder.saw("committed") is None
     finally:
         holder.resume()
     holder.expect("committed")
@@ -225,29 +265,7 @@ def stop_after_the_guard(crew: Crew, key: str) -> None:
     assert account.balance == 1
     with distributed_lock(key).acquire(timeout=DEADLINE) as after:
         assert after.fencing_token > token
-
-
-def test_fork_while_holding(crew: Crew, key: str, figures: Figures) -> None:
-    """F17: in the child the lease counts as lost; the parent's goes on."""
-    # Dozens of processes at once may keep one from running for seconds.
-    lease = pick(3.0, 6.0)
-    until = time.monotonic() + 1.5 * lease
-    parents = crew.fork_all(
-        "fork_while_holding",
-        [
-            {"key": f"{key}:{n}", "lease": lease, "until": until}
-            for n in range(counts(2, 20))
-        ],
-    )
-    for parent in parents:
-        child = parent.expect("child")
-        assert child["held"] is False
-        assert (child["reason"], child["check"]) == ("forked", "forked")
-        assert child["released"] is False
-        assert child["obtained"] is False
-        assert child["own"] is True
-        assert parent.expect("parent")["released"] is True
-    figures["forks"] = len(parents)
+    return late
 
 
 @pytest.mark.parametrize(
@@ -268,8 +286,20 @@ def test_interrupted_anywhere(
     assert time.monotonic() - ended <= lease + SLACK
     assert member.expect("threads")["names"] == []
     crew.finish([member])
-    figures |= {program: told["hits"]}
+    stages = member.expect("stages")
+    parts = {part: stages.get(part, 0) for part in ("acquire", "body", "release")}
+    places: Counter[str] = Counter()
+    for each in member.told:
+        places.update(each.get("places", {}))
+    figures |= {program: told["hits"], "functions hit": len(places)}
+    figures["landed"] = dict(places)
+    figures |= {f"in {part}": number for part, number in parts.items()}
     assert told["hits"] >= hits
+    assert sum(parts.values()) == sum(places.values()) >= hits
+    # Not all in one place: each part is hit, and in many functions. A task is cancelled
+    # where it waits: for a call's end, or for its turn.
+    assert min(parts.values()) >= hits / 20
+    assert len(places) >= (3 if program == "cancelled" else pick(3, 10))
 
 
 def test_holding_the_gil(crew: Crew, key: str, figures: Figures) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,17 @@ def test_counts_are_added_and_times_are_not() -> None:
 def test_page(page: Path) -> None:
     """Each engine's last run is in the block; what stands around it stays."""
     rows = [row("F10", holes=30), row("F2", killed=1234), row("control", lost=9)]
-    record.write("mariadb", 7, 600, [*rows, {"job": "F2", "figures": {"tests": 1}}])
-    record.write("sqlite", 8, 60, [row("F2", killed=1), {"job": "F21", "figures": {}}])
-    record.write("sqlite", 9, 120, [row("F2", killed=2)])
+    rows.append({"job": "F2", "figures": {"tests": 1}})
+    record.write("mariadb", 7, 600, rows, commit="abcdef0123456")
+    rows = [row("F2", killed=1), {"job": "F21", "figures": {}}]
+    record.write("sqlite", 8, 60, rows, commit="1")
+    record.write("sqlite", 9, 120, [row("F2", killed=2)], commit="2")
     text = page.read_text()
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")
     assert "old" not in text
     assert "seed 8" not in text
+    assert ", commit abcdef0123, seed 7, MariaDB 10, 10 minutes." in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines == [
         "| | SQLite | MariaDB |",
@@ -53,9 +57,80 @@ def test_page(page: Path) -> None:
 
 def test_one_fault_again(page: Path) -> None:
     """A fault that was run again leaves the other figures, and says so."""
-    record.write("sqlite", 8, 60, [row("F1", killed=1), row("F2", killed=2)])
-    record.write("sqlite", 9, 10, [row("F2", killed=3)], again=True)
+    rows = [row("F1", killed=1), row("F2", killed=2)]
+    record.write("sqlite", 8, 60, rows, commit="1")
+    record.write("sqlite", 9, 10, [row("F2", killed=3)], commit="2", again=True)
     text = page.read_text()
     assert "| F1 | killed 1 |" in text
     assert "| F2 | killed 3 |" in text
-    assert "seed 8, 1 minutes. F2 was run again: " in text
+    assert "seed 8, MariaDB 10, 1 minutes. F2 was run again: " in text
+    assert "commit 2, seed 9." in text
+
+
+def test_what_is_counted_apart() -> None:
+    """Where interrupts landed is added up, and stands in the file alone."""
+    rows = [row("F18", hits=2, landed={"a": 1, "b": 1})]
+    rows.append(row("F18", hits=1, landed={"b": 2}))
+    merged = record.merge(rows)
+    assert merged == {"hits": 3, "landed": {"a": 1, "b": 3}}
+    assert record.cell(merged) == "hits 3"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with an engine and a page of its own."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "test")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "test@example.com")
+    folder = tmp_path / "repository"
+    (folder / record.ENGINE).mkdir(parents=True)
+    monkeypatch.setattr(record, "ROOT", folder)
+    (folder / record.ENGINE / "table.py").write_text("GRANT = 1\n")
+    record.git("init", "--quiet")
+    save("an engine")
+    return folder
+
+
+def save(message: str) -> str:
+    record.git("add", "--all")
+    record.git("commit", "--quiet", "--message", message)
+    return record.commit()
+
+
+def test_figures_of_another_engine(page: Path, repository: Path) -> None:
+    """Figures stand for as long as the engine is the one of their commit."""
+    engine = repository / record.ENGINE / "table.py"
+    assert record.outdated(["sqlite"]) == ["SQLite: there are none that name a commit"]
+    first = record.commit()
+    record.write("sqlite", 8, 60, [row("F1", killed=1)], commit=first)
+    assert not record.outdated(["sqlite"])
+    (repository / "README.md").write_text("about it")
+    save("not the engine")
+    assert not record.outdated(["sqlite"])
+    assert record.outdated(["mariadb"])
+    engine.write_text("GRANT = 2\n")
+    changed = [f"SQLite: dblocks/ has changed since {first[:10]}"]
+    assert record.outdated(["sqlite"]) == changed
+    second = save("another engine")
+    assert record.outdated(["sqlite"]) == changed
+    # One fault that is run again doesn't make the others' figures good.
+    record.write("sqlite", 9, 10, [row("F1", killed=2)], commit=second, again=True)
+    assert record.outdated(["sqlite"]) == changed
+    record.write("sqlite", 9, 10, [row("F1", killed=2)], commit=second)
+    assert not record.outdated(["sqlite"])
+    record.write("sqlite", 9, 10, [row("F1", killed=2)], commit=first, again=True)
+    assert record.outdated(["sqlite"]) == [f"SQLite F1: {changed[0][8:]}"]
+    record.write("sqlite", 9, 10, [row("F1", killed=2)], commit="0" * 40)
+    assert record.outdated(["sqlite"])
+
+
+@pytest.mark.parametrize("name", ["table.py", "more.py"], ids=["changed", "added"])
+def test_engine_without_a_commit(page: Path, repository: Path, name: str) -> None:
+    """What isn't committed has no figures, and those of the last commit don't stand."""
+    record.write("sqlite", 8, 60, [row("F1", killed=1)], commit=record.commit())
+    (repository / record.ENGINE / name).write_text("GRANT = 3\n")
+    with pytest.raises(ValueError, match="not committed"):
+        record.commit()
+    assert record.outdated(["sqlite"])

@@ -12,7 +12,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
+import multiprocessing
 import os
+import pickle
 import random
 import select
 import signal
@@ -21,20 +24,26 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import django
 from django.db import (
     DatabaseError,
+    DataError,
     InterfaceError,
     connection,
     connections,
     transaction,
 )
 from django.db.models import F
+
+from tests.faults import children
 
 WHO = 0
 
@@ -52,7 +61,14 @@ def wait_until(moment: float) -> None:
 
 
 @contextmanager
-def granted(key: str, timeout: float = 0, **options: Any) -> Iterator[Any]:
+def granted(
+    key: str,
+    timeout: float = 0,
+    *,
+    watched: bool = False,
+    deaf: float = 0.0,
+    **options: Any,
+) -> Iterator[Any]:
     """Hold a key and tell when it was granted and released; yields the lease."""
     from dblocks import distributed_lock
 
@@ -63,13 +79,74 @@ def granted(key: str, timeout: float = 0, **options: Any) -> Iterator[Any]:
         yield None
         return
     emit("grant", key=key, token=lease.fencing_token, before=before, after=after)
+    tell_loss(lease, options.get("lease", 30.0), watched, deaf)
     try:
         yield lease
-    finally:
-        before = time.monotonic()
-        with suppress(DatabaseError):
-            if lease.release():
-                emit("release", key=key, token=lease.fencing_token, before=before)
+    except BaseException:
+        give_back(lease)
+        raise
+    else:
+        error = give_back(lease)
+        if error is not None:
+            raise error
+
+
+#: By lease, the moment at which it is over for all that was last seen of it.
+OVER: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+
+def tell_loss(lease: Any, length: float, watched: bool, deaf: float) -> None:
+    """Tell of a lease's loss when it is announced.
+
+    Of one that is ``watched``, which is observed all the time, with the moment by
+    which that had to be.
+    """
+    key, token, granted = lease.key, lease.fencing_token, time.monotonic()
+
+    def announce(lost: Any) -> None:
+        time.sleep(deaf)
+        over = watched and lost.lost_reason in {"expired", "backend"}
+        emit(
+            "loss",
+            key=key,
+            token=token,
+            reason=lost.lost_reason,
+            before=granted,
+            after=time.monotonic(),
+            deadline=OVER.get(lost) if over else None,
+            lease=length,
+        )
+
+    lease.on_lost(announce)
+
+
+def give_back(lease: Any) -> Exception | None:
+    """Release and tell how that went; return the database's error."""
+    about, before = {"key": lease.key, "token": lease.fencing_token}, time.monotonic()
+    try:
+        released = lease.release()
+    except (DatabaseError, InterfaceError) as error:
+        emit("unreleased", **about, **described())
+        return error
+    if released:
+        emit("release", **about, before=before)
+    else:
+        emit("unreleased", **about, reason=lease.lost_reason)
+    return None
+
+
+def described() -> dict[str, Any]:
+    """Describe the error that is being handled."""
+    trace = traceback.format_exc()
+    return {"connecting": "in get_new_connection" in trace, "trace": trace[-2500:]}
+
+
+class Lapses(logging.Handler):
+    """Tells of releases that failed where nothing could be raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "left to lapse" in record.getMessage():
+            emit("lapsed", message=record.getMessage()[-1000:])
 
 
 def observe(lease: Any) -> bool:
@@ -77,6 +154,8 @@ def observe(lease: Any) -> bool:
     before = time.monotonic()
     if held := bool(lease.held):
         emit("held", key=lease.key, token=lease.fencing_token, before=before)
+    if left := lease.remaining():
+        OVER[lease] = time.monotonic() + left
     return held
 
 
@@ -107,10 +186,8 @@ def contend(
                     if lease is not None:
                         observe(lease)
                         granted_times += 1
-            except DatabaseError:
-                trace = traceback.format_exc()
-                connecting = "in get_new_connection" in trace
-                emit("database", connecting=connecting, trace=trace[-6000:])
+            except (DatabaseError, InterfaceError):
+                emit("database", **described())
                 time.sleep(0.05)
                 connections.close_all()
             continue
@@ -127,6 +204,35 @@ def contend(
             if lease is not None:
                 observe(lease)
                 granted_times += 1
+
+
+def abandon(
+    keys: list[str],
+    until: float,
+    seed: int,
+    rounds: int,
+    at_once: int,
+    start: float = 0.0,
+    **options: Any,
+) -> None:
+    """Take keys and give none back: who wants one has to wait for its lease's end."""
+    from dblocks import distributed_lock
+
+    chance = random.Random(seed)
+    wait_until(start)
+    taken = 0
+    while taken < rounds and time.monotonic() < until:
+        held = []
+        for key in chance.sample(keys, at_once):
+            before = time.monotonic()
+            lease = distributed_lock(key, renew=False, **options).try_acquire()
+            if lease is not None:
+                emit("grant", key=key, token=lease.fencing_token, before=before)
+                held.append(lease)
+        taken += len(held)
+        while held:
+            held = [lease for lease in held if observe(lease)]
+            time.sleep(0.005)
 
 
 def set_isolation(level: str) -> None:
@@ -187,8 +293,8 @@ def update(
                 emit("write", key=key, token=lease.fencing_token, before=before)
         except LeaseLost as error:
             emit("refused", key=key, reason=error.reason)
-        except DatabaseError as error:
-            emit("database", key=key, message=str(error)[:200])
+        except DatabaseError:
+            emit("database", key=key, **described())
 
 
 def atomically(key: str, rows: Any, pause: float, options: dict[str, Any]) -> None:
@@ -202,6 +308,7 @@ def atomically(key: str, rows: Any, pause: float, options: dict[str, Any]) -> No
             token = lease.fencing_token
             after = time.monotonic()
             emit("grant", key=key, token=token, before=before, after=after)
+            tell_loss(lease, rest["lease"], watched=False, deaf=0.0)
             balance = rows.get().balance
             emit("inside", key=key, token=token)
             time.sleep(pause)
@@ -209,7 +316,37 @@ def atomically(key: str, rows: Any, pause: float, options: dict[str, Any]) -> No
             before = time.monotonic()
         emit("write", key=key, token=token, before=before)
     except LockTimeout:
-        pass
+        emit("gave up", key=key, before=before, timeout=timeout)
+
+
+def serve(key: str, account: int, rounds: int, seed: int, locked: bool) -> None:
+    """Answer requests that read and then write, each in a transaction of its own."""
+    from django.core.handlers.base import BaseHandler
+    from django.http import HttpRequest, HttpResponse
+    from django.test import RequestFactory
+
+    from dblocks import distributed_lock
+    from tests.testapp.models import Account
+
+    chance = random.Random(seed)
+    rows = Account.objects.filter(pk=account)
+
+    def view(request: HttpRequest) -> HttpResponse:
+        balance = rows.get().balance
+        time.sleep(chance.uniform(0, 0.01))
+        rows.update(balance=balance + 1)
+        return HttpResponse()
+
+    if locked:
+        view = distributed_lock(key, timeout=60)(view)
+    handle = BaseHandler().make_view_atomic(view)
+    for _ in range(rounds):
+        try:
+            handle(RequestFactory().get("/"))
+        except DatabaseError:
+            emit("database", **described())
+        else:
+            emit("answered")
 
 
 def hold(
@@ -217,24 +354,21 @@ def hold(
     until: float,
     timeout: float = 0,
     account: int | None = None,
+    deaf: float = 0.0,
     **options: Any,
 ) -> None:
     """Hold a key until a moment; say at once when the loss is announced.
 
+    One that is ``deaf`` says it so many seconds late.
+
     Each renewal is told, with the time that was left when its answer came. With an
     ``account`` a guarded write is tried after the loss.
     """
-    with granted(key, timeout, **options) as lease:
+    with granted(key, timeout, watched=True, deaf=deaf, **options) as lease:
         if lease is None:
             return
         lost = threading.Event()
-        token = lease.fencing_token
-
-        def announce(lease: Any) -> None:
-            emit("lost", key=key, token=token, reason=lease.lost_reason)
-            lost.set()
-
-        lease.on_lost(announce)
+        lease.on_lost(lambda lease: lost.set())
         left = lease.remaining()
         while time.monotonic() < until and not lost.is_set():
             observe(lease)
@@ -243,7 +377,8 @@ def hold(
             if left > before:
                 emit("renewed", key=key, left=before)
         if account is not None and lost.is_set():
-            emit("guarded", key=key, token=token, refused=refuses(lease, account))
+            refused = refuses(lease, account)
+            emit("guarded", key=key, refused=refused)
 
 
 def refuses(lease: Any, account: int) -> bool:
@@ -361,32 +496,40 @@ def guarded_pause(key: str, account: int, lease: float, pause: float) -> None:
     emit("committed", result=taken.release())
 
 
-def fork_while_holding(key: str, lease: float, until: float) -> None:
-    """Fork while holding; the child tells what it can do with what it inherited."""
-    from dblocks import LeaseLost, distributed_lock
+def fail_to_release(key: str, leave: bool) -> None:
+    """Let the database fail at a release: of a block that is left, or by the verb."""
+    from dblocks import distributed_lock
+
+    def fail(*args: Any) -> None:
+        # None that would be tried again.
+        raise DataError("planted")
+
+    with distributed_lock(key) if leave else granted(key):
+        connection.execute_wrappers.append(fail)
+
+
+def fork_while_holding(key: str, lease: float, method: str) -> None:
+    """Make a child while holding; it tells what it finds, and the lease goes on."""
+    from dblocks import distributed_lock
 
     mine = distributed_lock(key, lease=lease).acquire(timeout=0)
-    emit("holds", token=mine.fencing_token)
-    child = os.fork()
-    if not child:
-        found: dict[str, Any] = {"held": mine.held, "reason": mine.lost_reason}
-        try:
-            mine.check()
-        except LeaseLost as error:
-            found["check"] = error.reason
-        found["released"] = mine.release()
-        found["obtained"] = distributed_lock(key).try_acquire() is not None
-        with distributed_lock(key + ":child", lease=lease).acquire(timeout=5) as own:
-            found["own"] = own.held
-        emit("child", **found)
-        os._exit(0)
-    os.waitpid(child, 0)
-    while time.monotonic() < until:
-        if not observe(mine):
-            emit("lost", key=key, reason=mine.lost_reason)
-            return
+    until = time.monotonic() + 1.2 * lease
+    children.HELD.append(mine)
+    if method == "os.fork":
+        child = os.fork()
+        if not child:
+            emit("child", **children.look(key, lease))
+            os._exit(0)
+        os.waitpid(child, 0)
+    else:
+        with suppress(TypeError):
+            emit("pickled", size=len(pickle.dumps(mine)))
+        context = multiprocessing.get_context(method)
+        with ProcessPoolExecutor(1, context, children.begin_with_a_parent) as pool:
+            emit("child", **pool.submit(children.look, key, lease).result())
+    while observe(mine) and time.monotonic() < until:
         time.sleep(0.02)
-    emit("parent", released=mine.release())
+    emit("parent", released=mine.release(), reason=mine.lost_reason)
 
 
 def hold_the_gil(key: str, lease: float, seconds: float) -> None:
@@ -394,6 +537,8 @@ def hold_the_gil(key: str, lease: float, seconds: float) -> None:
     from dblocks import LeaseLost, distributed_lock
 
     mine = distributed_lock(key, lease=lease).acquire(timeout=0)
+    # Nor before the question: it must be answered by the clock, not by the timer.
+    sys.setswitchinterval(10 * seconds)
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     try:
         mine.check()
@@ -405,6 +550,51 @@ def hold_the_gil(key: str, lease: float, seconds: float) -> None:
 
 class Interruption(Exception):
     """An error that may come anywhere, such as a soft time limit's."""
+
+
+class Landings:
+    """Where interrupts landed: in which part of a lock's use, and in which function."""
+
+    def __init__(self) -> None:
+        self.stages: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+
+    def note(self, stage: str, frames: Iterable[FrameType]) -> bool:
+        """Note one, innermost frame first; whether it was inside a lock's use."""
+        if stage == "outside":
+            return False
+        self.stages[stage] += 1
+        self.places[next(filter(None, map(place, frames)), f"the {stage}")] += 1
+        return True
+
+    def tell(self) -> None:
+        emit("stages", **self.stages)
+        places = self.places.most_common()
+        for number in range(0, len(places), 20):
+            # One event must fit into one write to the pipe.
+            emit("places", places=dict(places[number : number + 20]))
+
+
+def place(frame: FrameType) -> str:
+    """Return module and function of a frame of dblocks; of another nothing."""
+    module = frame.f_globals.get("__name__", "")
+    return f"{module}:{frame.f_code.co_name}" if module.startswith("dblocks") else ""
+
+
+def inside_out(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def suspended(task: Any) -> list[FrameType]:
+    """Return the frames of a task that waits, innermost first."""
+    frames: list[FrameType] = []
+    awaited = task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        frames.insert(0, frame)
+        awaited = awaited.cr_await
+    return frames
 
 
 def interrupted(
@@ -419,29 +609,46 @@ def interrupted(
     warnings.simplefilter("ignore", ResourceWarning)
     chance = random.Random(seed)
     kind = Interruption if ordinary else KeyboardInterrupt
+    landings, stage, inside = Landings(), "outside", False
 
-    def interrupt(signum: int, frame: Any) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal inside
+        inside = landings.note(stage, inside_out(frame))
         raise kind
 
     signal.signal(signal.SIGALRM, interrupt)
+
+    def enter(part: str) -> None:
+        nonlocal stage
+        stage = part
+        if part == target:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.003))
+
     hit = rounds = 0
     while hit < hits:
         rounds += 1
-        timer = chance.choice([chance.uniform(1e-5, 0.003), chance.uniform(1e-5, 0.01)])
+        target, inside = chance.choice(["acquire", "body", "release"]), False
+        # Else most would land where a connection is made, after the last one's end.
+        connection.ensure_connection()
         try:
             try:
-                signal.setitimer(signal.ITIMER_REAL, timer)
+                enter("acquire")
                 with distributed_lock(f"{key}:{rounds}", lease=lease, timeout=0):
+                    enter("body")
                     time.sleep(chance.uniform(0, 0.004))
+                    enter("release")
+                stage = "outside"
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except kind:
-            hit += 1
+            hit += inside
         except (DatabaseError, SystemError) as error:
             # A driver whose reply was cut off in the middle.
             emit("database", message=str(error)[:200])
             connections.close_all()
+        stage = "outside"
     connections.close_all()
+    landings.tell()
     emit("interrupted", hits=hit, rounds=rounds)
     tell_threads()
 
@@ -457,25 +664,42 @@ def cancelled(key: str, seed: int, hits: int, lease: float) -> None:
     warnings.simplefilter("ignore", ResourceWarning)
     chance = random.Random(seed)
 
-    async def body(name: str) -> None:
+    landings = Landings()
+
+    async def body(name: str, stage: list[str]) -> None:
+        stage[0] = "acquire"
         async with distributed_lock(name, lease=lease, timeout=1):
+            stage[0] = "body"
             await asyncio.sleep(chance.uniform(0, 0.004))
+            stage[0] = "release"
+        stage[0] = "outside"
+
+    async def cancel(name: str) -> bool:
+        stage, target = ["outside"], chance.choice(["acquire", "body", "release"])
+        task = asyncio.create_task(body(name, stage))
+        while stage[0] != target and not task.done():
+            await asyncio.sleep(0)
+        await asyncio.sleep(chance.uniform(0, 0.002))
+        where = stage[0], suspended(task)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return landings.note(*where)
+        return False
 
     async def cancel_all() -> tuple[int, int]:
         hit = rounds = 0
         while hit < hits:
-            rounds += 1
-            task = asyncio.create_task(body(f"{key}:{rounds % 5}"))
-            await asyncio.sleep(chance.uniform(0, 0.012))
-            task.cancel()
-            try:
-                await task
-            except asyncio.CancelledError:
-                hit += 1
+            # One of the two waits for the other.
+            name = f"{key}:{rounds % 5}"
+            hit += sum(await asyncio.gather(cancel(name), cancel(name)))
+            rounds += 2
         await sync_to_async(connections.close_all)()
         return hit, rounds
 
     hit, rounds = asyncio.run(cancel_all())
+    landings.tell()
     emit("interrupted", hits=hit, rounds=rounds)
     tell_threads()
 
@@ -494,12 +718,24 @@ def dblocks_threads() -> list[str]:
 
 def stale_tokens(key: str, rounds: int, seed: int) -> None:
     """Try every verb with tokens that are not current."""
+    from dblocks import LeaseLost
+    from dblocks.backends.values import Grant
+    from dblocks.conf import backends
     from dblocks.models import DistributedLock
+
+    def guard(owner: str, version: int) -> bool:
+        try:
+            with transaction.atomic():
+                backends["default"].guard(Grant(key, owner, version), None)
+        except LeaseLost:
+            return False
+        return True
 
     chance = random.Random(seed)
     locks = DistributedLock.objects
     row = locks.acquire(key, owner="holder", lease=600)
     before = DistributedLock.objects.values().get(pk=key)
+    tries = dict.fromkeys(["force_release", "renew", "release", "guard"], 0)
     changed = 0
     for _ in range(rounds):
         owner, version = chance.choice(
@@ -512,14 +748,21 @@ def stale_tokens(key: str, rounds: int, seed: int) -> None:
                 ("", row.version),
             ]
         )
-        if not owner:
+        verb = (
+            chance.choice(["renew", "release", "guard"]) if owner else "force_release"
+        )
+        tries[verb] += 1
+        if verb == "force_release":
             changed += locks.force_release(key, version=row.version - 1)
-        elif chance.random() < 0.5:
+        elif verb == "renew":
             changed += locks.renew(key, owner=owner, version=version, lease=900)
-        else:
+        elif verb == "release":
             changed += locks.release(key, owner=owner, version=version)
+        else:
+            changed += guard(owner, version)
     same = before == DistributedLock.objects.values().get(pk=key)
-    emit("tried", changed=changed, same=same)
+    current = guard("holder", row.version)
+    emit("tried", changed=changed, same=same, current=current, tries=tries)
 
 
 def soak(
@@ -570,6 +813,8 @@ def soak(
             emit("database", key=key, doubt=committing, message=str(error)[:100])
             connections.close_all()
             time.sleep(chance.uniform(0, 0.2))
+    if measure is not None:
+        emit("memory", kilobytes=memory())
 
 
 def memory() -> int:
@@ -582,12 +827,15 @@ def memory() -> int:
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
+        abandon,
         cancelled,
         contend,
         create,
         cycle,
+        fail_to_release,
         fork_while_holding,
         guarded_pause,
+        serve,
         hold,
         hold_the_gil,
         interrupted,
@@ -605,6 +853,7 @@ def run(who: int, program: str, database: dict[str, Any], arguments: Any) -> Non
     global WHO
     WHO = who
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    logging.getLogger("dblocks").addHandler(Lapses(logging.WARNING))
     connections.settings["default"].update(database)
     try:
         PROGRAMS[program](**arguments)
@@ -616,33 +865,29 @@ def run(who: int, program: str, database: dict[str, Any], arguments: Any) -> Non
     os._exit(0)
 
 
-def reap(children: dict[int, int]) -> None:
+def reap(forked: dict[int, int]) -> None:
     """Tell which children have ended."""
-    while children:
+    while forked:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        who = children.pop(pid)
+        who = forked.pop(pid)
         emit("ended", who=who, status=os.waitstatus_to_exitcode(status))
 
 
 def main() -> None:
     """Fork children until the parent closes the pipe; then end them."""
-    django.setup()
+    children.begin()
     if "LD_PRELOAD" in os.environ:
         # libfaketime spoils the sleep until a moment, which Python 3.11 made its own.
         time.sleep = lambda seconds: select.select([], [], [], seconds) and None
-    for alias, name in json.loads(os.environ["DBLOCKS_TEST_NAMES"]).items():
-        # A test may have others for a while.
-        if alias in connections.settings:
-            connections.settings[alias]["NAME"] = name
-    children: dict[int, int] = {}
+    forked: dict[int, int] = {}
     pending = b""
     emit("ready")
     try:
         while True:
             ready, _, _ = select.select([0], [], [], 0.02)
-            reap(children)
+            reap(forked)
             if not ready:
                 continue
             data = os.read(0, 65536)
@@ -657,10 +902,10 @@ def main() -> None:
                 if not pid:
                     os.close(0)
                     run(who, message["program"], message["database"], message["with"])
-                children[pid] = who
+                forked[pid] = who
                 emit("born", who=who, pid=pid)
     finally:
-        for pid in children:
+        for pid in forked:
             os.kill(pid, signal.SIGKILL)
 
 
