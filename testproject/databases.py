@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ POSTGRES_ISOLATION = {
 }
 
 
-def with_options(database: dict[str, Any], *, isolation: str | None) -> dict[str, Any]:
+SQLITE = {
+    "WAL": {"init_command": "PRAGMA journal_mode=WAL"},
+    "IMMEDIATE": {"transaction_mode": "IMMEDIATE"},
+}
+"""What SQLite has to be told; without, it is as ``startproject`` leaves it."""
+
+
+def with_options(
+    database: dict[str, Any],
+    *,
+    isolation: str | None = None,
+    sqlite: Iterable[str] = SQLITE,
+) -> dict[str, Any]:
     """Add options to an entry of ``DATABASES``; those in its URL stay.
 
     On a network every request is bounded: without timeouts, a connection whose peer
@@ -22,11 +35,9 @@ def with_options(database: dict[str, Any], *, isolation: str | None) -> dict[str
     test: dict[str, Any] = {}
     match database["ENGINE"].rpartition(".")[2]:
         case "sqlite3":
-            options = {
-                "init_command": "PRAGMA journal_mode=WAL",
-                "timeout": 20,
-                "transaction_mode": "IMMEDIATE",
-            }
+            options = {"timeout": 20} if set(sqlite) == set(SQLITE) else {}
+            for name in sqlite:
+                options |= SQLITE[name]
             if database["NAME"] != ":memory:":
                 # A file too: in memory, there is no second connection.
                 path = Path(database["NAME"])

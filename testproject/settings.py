@@ -7,6 +7,9 @@
     A second database, with the alias ``locks``.
 ``DATABASE_ISOLATION``
     ``read committed`` or ``repeatable read``, on MariaDB, MySQL and PostgreSQL.
+``SQLITE_OPTIONS``
+    Which of ``WAL`` and ``IMMEDIATE`` a SQLite database has; by default both. With
+    none, it is as ``startproject`` leaves it.
 ``SHOP_THINKING``
     How many seconds, more or less, buyers and payments take in the shop's site: long
     enough that a race can be seen.
@@ -21,7 +24,7 @@ from typing import Any
 
 import environ
 
-from testproject.databases import with_options
+from testproject.databases import SQLITE, with_options
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -72,16 +75,18 @@ TEMPLATES = [
 ]
 
 ISOLATION = env.str("DATABASE_ISOLATION", default=None)
+SQLITE_OPTIONS = env.list("SQLITE_OPTIONS", default=list(SQLITE))
 
 DATABASES: dict[str, dict[str, Any]] = {
     "default": with_options(
         env.db_url("DATABASE_URL", default=f"sqlite:///{BASE_DIR / 'db.sqlite3'}"),
         isolation=ISOLATION,
+        sqlite=SQLITE_OPTIONS,
     ),
 }
 if "LOCKS_DATABASE_URL" in env:
     DATABASES["locks"] = with_options(
-        env.db_url("LOCKS_DATABASE_URL"), isolation=ISOLATION
+        env.db_url("LOCKS_DATABASE_URL"), isolation=ISOLATION, sqlite=SQLITE_OPTIONS
     )
 
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

@@ -32,6 +32,8 @@ class Configuration:
     name: str
     server: str | None = None
     isolation: str = "read committed"
+    #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
+    sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
     #: Run the core of the tests alone, unless told what to run.
     core: bool = False
     #: Modules to leave out, unless told what to run.
@@ -46,9 +48,9 @@ class Configuration:
             return [server.url(name), server.url(f"{name}_locks")]
         if self.name == "sqlite-memory":
             return ["sqlite://:memory:"] * 2
-        prefix = "faults-" if self.faults else ""
         return [
-            f"sqlite:///{folder}/{prefix}{name}.sqlite3" for name in ("main", "locks")
+            f"sqlite:///{folder}/{self.name}-{name}.sqlite3"
+            for name in ("main", "locks")
         ]
 
 
@@ -71,6 +73,7 @@ CORE = [
     "pruned_rows",
     "releases_in_threads",
     "shop",
+    "sqlite",
     "state_machine",
     "transaction_ends",
     "transaction_lock",
@@ -93,6 +96,9 @@ CONFIGURATIONS = {
         Configuration("sqlite", without=BROWSER),
         Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
         Configuration("postgres-rr", "postgres", "repeatable read", core=True),
+        Configuration("sqlite-default", sqlite=(), without=BROWSER),
+        Configuration("sqlite-wal", sqlite=("WAL",), core=True),
+        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
         Configuration("sqlite-memory", core=True),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
@@ -246,6 +252,7 @@ def main() -> int:
                 "DATABASE_URL": main_url,
                 "LOCKS_DATABASE_URL": locks_url,
                 "DATABASE_ISOLATION": configuration.isolation,
+                "SQLITE_OPTIONS": ",".join(configuration.sqlite),
                 "PYTHONDEVMODE": "1",
             }
             output = folder / f"{configuration.name}.txt"

@@ -18,6 +18,7 @@ from django.db.backends.base.introspection import BaseDatabaseIntrospection
 from dblocks import checks
 from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock
+from tests.fixtures import in_memory
 from tests.processes import ROOT
 from tests.test_settings import BAD, MEMORY
 
@@ -34,14 +35,20 @@ def usual_settings(settings: Any) -> None:
     settings.DBLOCKS = {}
 
 
-def found(*databases: str, tags: list[str] | None = None) -> Found:
-    """Return what the checks of dblocks say, as Django runs them."""
+def found(
+    *databases: str, tags: list[str] | None = None, sqlite: bool = False
+) -> Found:
+    """Return what the checks of dblocks say, as Django runs them.
+
+    What SQLite's settings are is told if asked for: the tests run with several.
+    """
     return [
         message
         for message in django_checks.run_checks(
             tags=tags, databases=list(databases) or None
         )
         if str(message.id).startswith("dblocks.")
+        and (sqlite or message.id != "dblocks.W010")
     ]
 
 
@@ -84,7 +91,7 @@ def test_each_has_a_section() -> None:
     }
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
-    assert used == {"E001", *(f"W00{number}" for number in range(1, 10))}
+    assert used == {"E001", *(f"W{number:03}" for number in range(1, 11))}
 
 
 def test_first_migrate() -> None:
@@ -320,6 +327,36 @@ def test_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         pytest.skip("every version of PostgreSQL that Django supports will do")
     assert word in the_one("W007", found("default"))
+
+
+# W010
+
+
+@pytest.mark.parametrize("journal", ["wal", "delete"])
+@pytest.mark.parametrize("mode", [None, "DEFERRED", "IMMEDIATE", "EXCLUSIVE"])
+def test_sqlite_as_django_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, journal: str, mode: str | None
+) -> None:
+    """W010: deferred transactions or a rollback journal; the hint says what to set."""
+    if connection.vendor != "sqlite" or in_memory():
+        pytest.skip("about a file of SQLite")
+    connection.ensure_connection()
+    monkeypatch.setattr(connections["default"], "transaction_mode", mode)
+    with connection.cursor() as cursor:
+        before = cursor.execute("PRAGMA journal_mode").fetchone()[0]
+        cursor.execute(f"PRAGMA journal_mode={journal}")
+        try:
+            messages = found("default", sqlite=True)
+        finally:
+            cursor.execute(f"PRAGMA journal_mode={before}")
+    deferred, rollback = mode in {None, "DEFERRED"}, journal != "wal"
+    if not deferred and not rollback:
+        assert messages == []
+        return
+    assert "default" in the_one("W010", messages)
+    hint = str(messages[0].hint)
+    assert ('"transaction_mode": "IMMEDIATE"' in hint) is deferred
+    assert ("journal_mode=WAL" in hint) is rollback
 
 
 # W008 and W009

@@ -13,10 +13,10 @@ from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout
-from dblocks.backends.base import GateClosed
 from dblocks.backends.database import dialects, session_locks
 from dblocks.backends.database import statements as texts
 from dblocks.backends.database.dialects.mysql import MySQL
+from dblocks.backends.gates import GateClosed
 from dblocks.models import DistributedLock
 from tests.fixtures import OtherThread
 from tests.testapp.models import Account

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from threading import Event
@@ -584,18 +586,30 @@ def test_skipped_view(key: str) -> None:
 # SQLite
 
 
-def test_after_reading_on_sqlite(key: str, other: OtherThread) -> None:
+@pytest.mark.parametrize("writes", ["has written", "is writing"])
+def test_after_reading_on_sqlite(key: str, writes: str) -> None:
     """In a transaction that has read already, SQLite's own error passes at once."""
     if connection.vendor != "sqlite" or connection.is_in_memory_db():
         pytest.skip("about a file of SQLite")
+    AccountFactory()
     mode = connection.transaction_mode
     connection.transaction_mode = "DEFERRED"
+    name = connection.settings_dict["NAME"]
     try:
-        with transaction.atomic():
-            assert Account.objects.count() == 0
-            other.do(AccountFactory)
-            with takes(at_most=SLACK), pytest.raises(OperationalError, match="locked"):
-                in_block(key, timeout=DEADLINE)
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            if writes == "has written":
+                journal = raw.execute("PRAGMA journal_mode").fetchone()[0]
+                if journal != "wal":
+                    pytest.skip("nobody else can have written where there is no WAL")
+            with transaction.atomic():
+                assert Account.objects.count() == 1
+                raw.execute("BEGIN IMMEDIATE")
+                raw.execute("UPDATE testapp_account SET balance = 1")
+                if writes == "has written":
+                    raw.execute("COMMIT")
+                locked = pytest.raises(OperationalError, match="locked")
+                with takes(at_most=SLACK), locked:
+                    in_block(key, timeout=DEADLINE)
     finally:
         connection.transaction_mode = mode
 

@@ -12,36 +12,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 
 from .. import validation
+from .gates import Gate
 from .values import Grant, Granted, Reading, Renewal, Renewed, Request
-
-
-class Gate(ABC):
-    """A queue for one key that spans processes; one object an attempt.
-
-    The gate is a doorbell, never the truth: who has it may look at the key, and the
-    engine alone says who holds that. On database servers it is a session lock.
-    """
-
-    #: Whether the caller has it.
-    held = False
-    #: The shortest wait, in seconds, that the engine can count.
-    shortest = 0.0
-
-    @abstractmethod
-    def enter(self, seconds: float) -> None:
-        """Queue for this long at most; afterwards see :attr:`held`.
-
-        Raises:
-            GateClosed: It can't be had: wait without it.
-        """
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Let the next one in. Never raises; may be called from any thread."""
-
-
-class GateClosed(Exception):
-    """There is no gate to wait at; jittered pauses have to do."""
 
 
 class Renewer(Protocol):
@@ -95,7 +67,8 @@ class BaseBackend(ABC):
         An explicit owner that has the key already is counted once more.
 
         Args:
-            patience: How long, in seconds, faults that pass may be sat out.
+            patience: How long, in seconds, faults that pass may be sat out; where
+                that is short, the engine's own patience counts.
         """
 
     @abstractmethod
@@ -116,9 +89,7 @@ class BaseBackend(ABC):
         """Extend grants."""
 
     @abstractmethod
-    def release(
-        self, grant: Grant, *, count: int | None, deadline: float, patience: float
-    ) -> bool:
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         """Give back one hold, or all but ``count``; say whether it was current.
 
         The last one frees the key, or leaves it cooling.
@@ -200,6 +171,13 @@ class BaseBackend(ABC):
         return ()
 
     # Tests
+
+    def renewal_bar(self) -> Callable[[], bool] | None:
+        """Return what tells whether a renewal would harm the calling thread's work.
+
+        Asked from other threads, for as long as what is acquired here is held.
+        """
+        return None
 
     def test_connection(self) -> object:
         """Return the connection that a grant is bound to inside a ``TestCase``."""

@@ -127,9 +127,7 @@ class LocMemBackend(BaseBackend):
                     outcome.lost[grant] = reason
         return outcome
 
-    def release(
-        self, grant: Grant, *, count: int | None, deadline: float, patience: float
-    ) -> bool:
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         with self._table.mutex:
             row = self._table.row(grant.key)
             if (row.owner, row.version) != (grant.owner, grant.version):

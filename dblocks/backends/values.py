@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
+from .gates import Gate
+
 FOREVER = 10.0**9
 """Seconds, some thirty years: the limit of what has none."""
 
@@ -38,11 +40,13 @@ class Granted(NamedTuple):
     Attributes:
         limit: No renewal moves the expiry beyond this many seconds from now.
         again: The owner had the key already, by another thread or process.
+        gate: The key's gate, if it was entered for this; to be left after the release.
     """
 
     grant: Grant
     limit: float
     again: bool = False
+    gate: Gate | None = None
 
 
 @dataclass(slots=True)

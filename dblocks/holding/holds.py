@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from .. import clock
-from ..backends.base import BaseBackend, Gate
+from ..backends.base import BaseBackend
+from ..backends.gates import Gate
 from ..backends.values import FOREVER, Grant, Granted, Renewal
 from . import losses
 from .owners import Owner
@@ -97,6 +98,7 @@ class Hold:
         leases: The leases that are open. Weak: what nothing refers to any more is not
             renewed.
         gate: The gate that it was queued for at, kept until it is released.
+        renewal_bar: Tells whether a renewal would harm the work of who acquired it.
         test_connection: The connection of a ``TestCase`` that it was granted on.
         ref: What the registry knows it by.
     """
@@ -116,7 +118,8 @@ class Hold:
         self.written = 1
         self.promised: Callable[[], object] = weakref.ref(claim)
         self.leases: set[weakref.ref[Any]] = set()
-        self.gate: Gate | None = None
+        self.gate: Gate | None = granted.gate
+        self.renewal_bar = claim.backend.renewal_bar()
         self.test_connection = claim.backend.test_connection()
         self.ref: weakref.ref[Hold] | None = None
         self.callbacks: deque[tuple[weakref.ref[Any], Callable[[Any], object]]] = (
@@ -280,7 +283,6 @@ class Hold:
                 self.grant,
                 count=None if self.explicit else self.counted,
                 deadline=self.deadline,
-                patience=PATIENCE,
             )
         except BaseException:
             if last:

@@ -166,6 +166,9 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
         nearly = hold.renew_at <= now + hold.terms.interval / 4
         if hold.backend not in backends or not nearly:
             continue
+        if hold.renewal_bar is not None and hold.renewal_bar():
+            hold.renew_at = now + _soon(hold)
+            continue
         if hold.test_connection is None:
             due.setdefault(hold.backend, []).append(hold)
         else:

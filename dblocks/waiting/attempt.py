@@ -8,7 +8,7 @@ from functools import partial
 
 from .. import clock
 from ..backends.values import FOREVER, Reading, Request
-from ..holding.holds import PATIENCE, Claim, Hold, registry
+from ..holding.holds import Claim, Hold, registry
 from ..holding.renewal import scheduler
 
 
@@ -61,7 +61,7 @@ class Attempt(Claim):
         Returns:
             The hold, with one more acquisition counted, or who has the key instead.
         """
-        patience = max(self.give_up - clock.monotonic(), PATIENCE)
+        patience = self.give_up - clock.monotonic()
         hold = self.own_hold()
         if hold is not None and hold.enter_again(self, patience):
             self.reentered = True

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 
 from .. import clock, signals
-from ..backends.base import Gate, GateClosed
+from ..backends.gates import Gate, GateClosed
 from ..backends.values import PINNED_GRACE, Reading
 from ..holding.holds import Hold
 from .attempt import Attempt

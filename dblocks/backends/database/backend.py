@@ -13,6 +13,7 @@ from django.db import (
     DEFAULT_DB_ALIAS,
     DatabaseError,
     NotSupportedError,
+    OperationalError,
     connections,
     router,
 )
@@ -20,9 +21,10 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ...exceptions import LeaseLost
-from ..base import Gate, Renewer
-from ..values import Grant, Granted, Reading, Renewal, Renewed, Request
-from . import dialects, row_locks, session_locks, table, transactions
+from ..base import Renewer
+from ..gates import Gate
+from ..values import PINNED_GRACE, Grant, Granted, Reading, Renewal, Renewed, Request
+from . import dialects, file_locks, session_locks, table, transactions
 from .checks import DatabaseChecks
 from .connections import can_write, pin_connection, run, short_waits, warn_of_snapshot
 
@@ -75,7 +77,15 @@ class DatabaseBackend(DatabaseChecks):
         transactions.refuse_own_row_lock(using, request.key, certain=True)
         if self._is_a_tests(request.key):
             return Reading()
-        answer = self._run(self._take, request, patience=patience)
+        try:
+            answer = self._run(self._take, request, patience=self._least(patience))
+        except OperationalError as error:
+            dialect = dialects.known(connections[using])
+            if dialect.has_row_locks or not dialect.is_transient(error):
+                raise
+            # Another's transaction has the one writer's lock, on this key perhaps.
+            seen = self._run(table.read, request.key, writes=False, patience=0.0)
+            answer = seen or Reading()
         if transactions.in_test_case(connection := connections[using]):
             self._of_tests[request.key] = connection, connection.atomic_blocks[0]
         warn_of_snapshot(using)
@@ -84,23 +94,33 @@ class DatabaseBackend(DatabaseChecks):
         return answer
 
     def _take(self, connection: Connection, request: Request) -> Granted | Reading:
-        if not request.queued and not self._has_session_locks(connection):
-            request.queued = True
-        if not request.at_once or dialects.of(connection).has_row_locks:
+        if dialects.of(connection).has_row_locks:
+            if not self._has_session_locks(connection):
+                request.queued = True
             return table.take(connection, request)
-        # The one writer may be at work for long; who is refused and won't wait is told
-        # by reading.
-        seen = table.read(connection, request.key) or Reading()
-        if seen.remaining > 0 and seen.owner != request.owner:
-            return seen
+        if request.queued or not _is_file(connection):
+            return table.take(connection, request)
+        # Who is refused must not write. The key's gate tells without a statement that
+        # nobody has it; who comes from elsewhere, or without a gate, reads first.
+        gate = file_locks.entered(connection, request.key)
         try:
-            with row_locks.busy_timeout(connection, _SHORT_WAIT):
-                return table.take(connection, request)
-        except row_locks.WaitOver:
-            return seen
+            seen = None if gate else table.read(connection, request.key)
+            if seen and seen.owner != request.owner and not _is_for_anybody(seen):
+                return seen
+            answer = table.take(connection, request)
+            if isinstance(answer, Granted):
+                answer, gate = answer._replace(gate=gate), None
+            return answer
+        finally:
+            if gate is not None:
+                gate.leave()
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
-        return self._run(table.reenter, renewal, count, patience=patience)
+        least = self._least(patience)
+        return self._run(table.reenter, renewal, count, patience=least)
+
+    def _least(self, patience: float) -> float:
+        return max(patience, dialects.known(connections[self.using]).patience)
 
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)
@@ -112,11 +132,9 @@ class DatabaseBackend(DatabaseChecks):
 
         return run(self.using, renew)
 
-    def release(
-        self, grant: Grant, *, count: int | None, deadline: float, patience: float
-    ) -> bool:
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         again = partial(table.release_again, deadline=deadline)
-        return self._run(table.release, grant, count, again=again, patience=patience)
+        return self._run(table.release, grant, count, again=again)
 
     def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
         using = self.using
@@ -132,6 +150,8 @@ class DatabaseBackend(DatabaseChecks):
 
     def gate(self, key: str) -> Gate | None:
         connection = connections[self.using]
+        if not dialects.of(connection).has_row_locks:
+            return file_locks.gate_of(connection, key) if _is_file(connection) else None
         if not self._has_session_locks(connection):
             return None
         shortest = dialects.of(connection).shortest_queueing
@@ -140,6 +160,13 @@ class DatabaseBackend(DatabaseChecks):
     @property
     def is_local(self) -> bool:  # type: ignore[override]
         return not dialects.of(connections[self.using]).has_row_locks
+
+    def renewal_bar(self) -> Callable[[], bool] | None:
+        connection = connections[self.using]
+        if dialects.of(connection).has_row_locks:
+            return None
+        # A transaction that has read can't write any more once somebody else has.
+        return partial(transactions.in_transaction, connection)
 
     @contextmanager
     def renewal_session(self) -> Iterator[Renewer]:
@@ -245,5 +272,15 @@ class DatabaseBackend(DatabaseChecks):
             locks.force_release(key, by="dblocks.test", reason="cleared")
 
 
-#: Seconds for which one that won't wait for a key waits for SQLite's one writer.
-_SHORT_WAIT = 0.5
+def _is_for_anybody(seen: Reading) -> bool:
+    """Tell whether a key is free although others seem to be about to take it.
+
+    They may be stopped; or it was taken from a holder that doesn't know it yet.
+    """
+    forced = seen.remaining <= 0 and seen.acquired_at is None
+    return forced or seen.remaining <= -PINNED_GRACE
+
+
+def _is_file(connection: Any) -> bool:
+    in_test = transactions.in_test_case(connection)
+    return not in_test and not connection.is_in_memory_db()

@@ -220,13 +220,14 @@ def run(
     alias: str,
     operation: Callable[..., T],
     *arguments: Any,
-    patience: float = 1.0,
+    patience: float | None = None,
     writes: bool = True,
     again: Callable[..., Any] | None = None,
 ) -> T:
     """Run a lock operation outside the caller's transactions.
 
-    What the database asks to be repeated is repeated for ``patience`` seconds. After
+    What the database asks to be repeated is repeated for ``patience`` seconds, by
+    default for as long as a statement of the caller's would wait by itself. After
     a dropped connection that is done on one of dblocks' own; Django's is left as it
     was found, because a new one would lack the session's settings in silence.
 
@@ -235,7 +236,7 @@ def run(
         writes: Whether it writes; reading is possible beside a SQLite transaction.
         again: Takes its place once it may have been carried out, its answer lost.
     """
-    give_up = time.monotonic() + patience
+    started = time.monotonic()
     busy = _thread.busy
     while True:
         connection = _connection(alias, writes=writes)
@@ -244,11 +245,15 @@ def run(
             connection = spare = separate_connection(alias)
         busy.append(connection)
         try:
-            return operation(connection, *arguments)
+            with dialects.of(connection).waiting(connection, patience):
+                return operation(connection, *arguments)
         except (DatabaseError, InterfaceError) as error:
+            dialect = dialects.known(connection)
+            sits_out = dialect.sits_out(connection) if patience is None else patience
+            give_up = started + sits_out
             if not _may_repeat(alias, connection, error, give_up):
                 raise
-            lost = dialects.known(connection).is_lost(error)
+            lost = dialect.is_lost(error)
             if again is not None and (lost or isinstance(error, ReplyLost)):
                 operation = again
             logger.debug("repeating database=%s error=%s", alias, error)
@@ -258,7 +263,7 @@ def run(
                 close(spare)
             elif _thread.beside:
                 _discard_if_idle(alias, connection)
-        time.sleep(random.uniform(*dialects.known(connection).pauses))
+        time.sleep(random.uniform(*dialect.pauses))
 
 
 def _may_repeat(

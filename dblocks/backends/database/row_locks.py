@@ -22,7 +22,8 @@ from ...exceptions import LockTimeout
 from ...validation import RowWait
 from ..values import FOREVER, Reading
 from . import dialects, table, transactions
-from .connections import run
+from .connections import close, run, separate_connection
+from .dialects.sqlite import busy_timeout
 from .expressions import UtcNow
 
 PATIENCE = 1.0
@@ -92,10 +93,9 @@ def lock_row(using: str, key: str, how: RowWait) -> Any:
 
 def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
     """Lock the row, and remember it; ``fresh``: the transaction was begun for it."""
-    if dialects.of(connection).has_row_locks:
-        row = _lock(connection, wait, fresh)
-    else:
-        row = _lock_sqlite(connection, wait)
+    if not dialects.of(connection).has_row_locks:
+        return _lock_sqlite(connection, wait)
+    row = _lock(connection, wait, fresh)
     if row is not None:
         transactions.note_row_lock(connection.alias, wait.key)
     return row
@@ -230,21 +230,20 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     The wait for a lease is over before the transaction begins: inside, it would keep
     the holder from releasing.
     """
-    once = _Wait(wait.key, RowWait(0.0, skip=True))
     while True:
         seen = run(connection.alias, table.read, wait.key) or Reading()
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:
                 try:
-                    with busy_timeout(connection, left):
+                    with _bounded(connection, left):
                         attempt.enter_context(transaction.atomic(connection.alias))
+                        seen = _take_write_lock(connection, wait.key)
                 except WaitOver:
                     return wait.refuse(seen)
-                row = _locked(connection, once, fresh=True)
-                if row is not None:
+                if seen.remaining <= 0:
                     block.enter_context(attempt.pop_all())
-                    return row
+                    return _row(connection, wait.key)
         if left == 0:
             return wait.refuse(seen)
         wait.pause(LONGEST_PAUSE)
@@ -252,42 +251,53 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 
 def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
-    key = wait.key
-    while wait.left and (seen := table.read(connection, key)) and seen.remaining > 0:
-        wait.pause(seen.remaining)
+    with _reading_beside(connection) as beside:
+        while (seen := table.read(beside, wait.key)) and seen.remaining > 0:
+            if not wait.left:
+                return wait.refuse(seen)
+            wait.pause(seen.remaining)
     try:
-        with busy_timeout(connection, wait.left):
-            # Takes that lock, also where there is no row yet.
-            table.touch(connection, key)
-            seen = table.ensure_row(connection, key)
+        with _bounded(connection, wait.left):
+            seen = _take_write_lock(connection, wait.key)
     except WaitOver:
         return wait.refuse(None)
-    if seen.remaining > 0:
-        return wait.refuse(seen)
+    return wait.refuse(seen) if seen.remaining > 0 else _row(connection, wait.key)
+
+
+def _take_write_lock(connection: Connection, key: str) -> Reading:
+    # Before anything is read: from there SQLite waits for no other writer.
+    table.touch(connection, key)
+    return table.ensure_row(connection, key)
+
+
+def _row(connection: Connection, key: str) -> Any:
+    transactions.note_row_lock(connection.alias, key)
     return _rows(connection).get(pk=key)
 
 
 @contextmanager
-def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
+def _reading_beside(connection: Connection) -> Iterator[Connection]:
+    """A connection to read on, so that a transaction has not read before it writes."""
+    alone = transactions.in_test_case(connection) or connection.is_in_memory_db()  # type: ignore[attr-defined]
+    beside = connection if alone else separate_connection(connection.alias)
+    try:
+        yield beside
+    finally:
+        if beside is not connection:
+            close(beside)
+
+
+@contextmanager
+def _bounded(connection: Connection, limit: float) -> Iterator[None]:
     """Bound how long SQLite waits for its write lock; running out is ``WaitOver``."""
     started = time.monotonic()
-    before = _set_busy_timeout(connection, limit)
     dialect = dialects.of(connection)
     try:
-        yield
+        with busy_timeout(connection, limit):
+            yield
     except OperationalError as error:
         waited = time.monotonic() - started >= 0.9 * limit
         snapshot = dialect.is_stale_snapshot(error)
         if snapshot or not waited or not dialect.is_transient(error):
             raise
         raise WaitOver from error
-    finally:
-        _set_busy_timeout(connection, before)
-
-
-def _set_busy_timeout(connection: Connection, seconds: float) -> float:
-    connection.ensure_connection()
-    raw: Any = connection.connection
-    before: float = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
-    raw.execute(f"PRAGMA busy_timeout = {min(round(seconds * 1000), 2**31 - 1)}")
-    return before

@@ -23,7 +23,7 @@ from contextlib import suppress
 from django.db import DatabaseError, InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from ..base import Gate, GateClosed
+from ..gates import Gate, GateClosed
 from . import dialects, transactions
 from .connections import close, separate_connection
 

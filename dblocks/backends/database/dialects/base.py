@@ -34,7 +34,10 @@ class Dialect:
     has_session_locks = True
     #: The shortest wait for a session lock, in seconds, that the server can count.
     shortest_queueing = 0.0
-    #: Seconds, from and to, before an operation is repeated.
+    #: Seconds for which a request is repeated if the database asks for that, also
+    #: where the caller's wait is shorter.
+    patience = 1.0
+    #: The shortest and the longest pause before it is repeated.
     pauses = 0.005, 0.03
     #: Pruning rests that many times as long as each of its batches took.
     prune_rests = 1
@@ -127,6 +130,16 @@ class Dialect:
         return self.code(error) in self.taken
 
     # Sessions
+
+    def sits_out(self, connection: Connection) -> float:
+        """Return the seconds for which a statement waits for others by itself."""
+        return 1.0
+
+    def waiting(
+        self, connection: Connection, patience: float | None
+    ) -> AbstractContextManager[object]:
+        """Bound how long a statement waits for the one writer, in seconds."""
+        return nullcontext()
 
     def isolation(self, connection: Connection) -> str | None:
         """The configured isolation level of transactions, if it isn't the lowest."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import OperationalError
@@ -12,12 +14,42 @@ from ...messages import warning
 from .base import Dialect
 
 
+@contextmanager
+def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
+    """Bound how long SQLite waits for its locks, in seconds."""
+    before = _set_busy_timeout(connection, limit)
+    try:
+        yield
+    finally:
+        _set_busy_timeout(connection, before)
+
+
+def _journal_mode(connection: Any) -> str:
+    raw = connection.connection
+    known: tuple[object, str] | None = connection.__dict__.get("_dblocks_journal")
+    if known is None or known[0] is not raw:
+        known = raw, raw.execute("PRAGMA journal_mode").fetchone()[0]
+        connection.__dict__["_dblocks_journal"] = known
+    return known[1]
+
+
+def _set_busy_timeout(connection: Connection, seconds: float) -> float:
+    # Not through Django's cursor: it is a call to the library and reaches no file.
+    connection.ensure_connection()
+    raw: Any = connection.connection
+    before: float = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
+    raw.execute(f"PRAGMA busy_timeout = {min(round(seconds * 1000), 2**31 - 1)}")
+    return before
+
+
 class SQLite(Dialect):
     """One file, one writer, no server."""
 
     name = "sqlite"
     has_row_locks = False
     has_session_locks = False
+    # A try, which is to be answered within a second, waits for another writer too.
+    patience = 0.5
     short_waits = {"timeout": 0}
     # Its own wait looks ever more seldom, ten times a second in the end, and never
     # finds the gap between two writers at work.
@@ -40,17 +72,46 @@ class SQLite(Dialect):
             f"STRFTIME({self._format}, {moment}, PRINTF('%%+.6f seconds', {seconds}))"
         )
 
+    def sits_out(self, connection: Connection) -> float:
+        return max(1.0, float(connection.settings_dict["OPTIONS"].get("timeout", 5.0)))
+
+    def waiting(
+        self, connection: Connection, patience: float | None
+    ) -> AbstractContextManager[object]:
+        if connection.in_atomic_block:
+            return nullcontext()
+        connection.ensure_connection()
+        if _journal_mode(connection) != "wal":
+            # A statement that waits until others have read, in order to commit, keeps
+            # them from writing: SQLite refuses that at once, and they fail.
+            return busy_timeout(connection, 0.0)
+        return nullcontext() if patience is None else busy_timeout(connection, patience)
+
     def is_transient(self, error: BaseException) -> bool:
         return isinstance(error, OperationalError) and "locked" in str(error)
 
     def code(self, error: BaseException) -> object:
         return getattr(error.__cause__, "sqlite_errorname", "")
 
-    def findings(self, connection: Connection) -> Iterator[CheckMessage]:
-        version: tuple[int, ...] = connection.Database.sqlite_version_info  # type: ignore[attr-defined]
+    def findings(self, connection: Any) -> Iterator[CheckMessage]:
+        version: tuple[int, ...] = connection.Database.sqlite_version_info
         if version < (3, 35):
             yield warning(
                 "W007",
                 f"SQLite {'.'.join(map(str, version))} is too old for locks.",
                 "dblocks needs SQLite 3.35 or newer (UPDATE … RETURNING).",
+            )
+        wanted = []
+        if connection.transaction_mode not in {"IMMEDIATE", "EXCLUSIVE"}:
+            wanted.append('"transaction_mode": "IMMEDIATE"')
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA journal_mode")
+            if cursor.fetchone()[0] not in {"wal", "memory"}:
+                wanted.append('"init_command": "PRAGMA journal_mode=WAL"')
+        if wanted and not connection.is_in_memory_db():
+            yield warning(
+                "W010",
+                f"The SQLite database {connection.alias!r} is as Django leaves it: "
+                f"its transactions fail where others write at the same time.",
+                f"Set {' and '.join(wanted)} in DATABASES[…]['OPTIONS'].",
             )

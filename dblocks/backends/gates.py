@@ -1,0 +1,34 @@
+"""The queue for a key that spans processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Gate(ABC):
+    """A queue for one key that spans processes; one object an attempt.
+
+    The gate is a doorbell, never the truth: who has it may look at the key, and the
+    engine alone says who holds that. On database servers it is a session lock.
+    """
+
+    #: Whether the caller has it.
+    held = False
+    #: The shortest wait, in seconds, that the engine can count.
+    shortest = 0.0
+
+    @abstractmethod
+    def enter(self, seconds: float) -> None:
+        """Queue for this long at most; afterwards see :attr:`held`.
+
+        Raises:
+            GateClosed: It can't be had: wait without it.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let the next one in. Never raises; may be called from any thread."""
+
+
+class GateClosed(Exception):
+    """There is no gate to wait at; jittered pauses have to do."""

@@ -1,0 +1,420 @@
+"""Locks on SQLite, whose one writer every transaction shares, at all its settings."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dblocks import Lease, Lock, LockTimeout, transaction_lock
+from dblocks.backends.database import file_locks
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread
+from tests.processes import Workers
+from tests.testapp.models import Account
+from tests.timing import DEADLINE, SLACK, STEP, eventually, takes
+
+pytestmark = pytest.mark.database_backend
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+
+
+@pytest.fixture(autouse=True)
+def file(committed: None) -> None:
+    if connection.vendor != "sqlite" or connection.is_in_memory_db():
+        pytest.skip("about a file of SQLite")
+
+
+@contextmanager
+def another_writer(seconds: float = DEADLINE) -> Iterator[None]:
+    """Somebody else's transaction is writing until the block ends, or for so long."""
+    began, over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            raw.execute("BEGIN IMMEDIATE")
+            began.set()
+            over.wait(seconds)
+            raw.execute("COMMIT")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert began.wait(DEADLINE)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(DEADLINE)
+
+
+@contextmanager
+def only_reading() -> Iterator[None]:
+    """What the block sends to the database writes nothing."""
+    with CaptureQueriesContext(connection) as queries:
+        yield
+    statements = [query["sql"] for query in queries]
+    assert statements
+    assert all(sql.startswith("SELECT") for sql in statements), statements
+
+
+# Who is refused, and who waits
+
+
+def test_waiter_leaves_the_holders_transaction_alone(
+    workers: Workers, key: str
+) -> None:
+    """A holder that has read can write, however many wait for its key."""
+    account = AccountFactory()
+    holder = workers.start("add_in_atomic_block", key=key, account=account.pk)
+    holder.expect("read")
+    waiters = [
+        workers.start("count", key=key, account=account.pk, rounds=1, timeout=DEADLINE)
+        for _ in range(2)
+    ]
+    for waiter in waiters:
+        waiter.expect("ready")
+        waiter.tell("go")
+    triers = [workers.start("attempt", key=key) for _ in range(3)]
+    for trier in triers:
+        assert trier.expect("tried")["token"] is None
+    time.sleep(0.3)
+    holder.tell("write")
+    holder.expect("committed")
+    for waiter in waiters:
+        waiter.until_done()
+    account.refresh_from_db()
+    assert account.balance == 3
+
+
+def test_who_is_refused_only_reads(lock: Locks, workers: Workers, key: str) -> None:
+    """Neither a try nor a wait that runs out writes while somebody has the key."""
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    with only_reading():
+        assert lock().try_acquire() is None
+    with only_reading(), pytest.raises(LockTimeout):
+        lock().acquire(timeout=0.3)
+    holder.tell("release")
+    holder.until_done()
+
+
+def test_who_is_refused_in_this_process_only_reads(
+    lock: Locks, other: OtherThread, acquire: Leases
+) -> None:
+    """The same where another thread of this process has the key."""
+    lease = other.do(acquire)
+    with only_reading():
+        assert lock().try_acquire() is None
+    with only_reading(), pytest.raises(LockTimeout):
+        lock().acquire(timeout=0.3)
+    assert other.do(lease.release) is True
+
+
+# How long anything takes
+
+
+@pytest.mark.parametrize("timeout", [0, 0.5, 2])
+def test_another_writer_counts_in_the_timeout(
+    lock: Locks, key: str, timeout: float
+) -> None:
+    """The wait for the one writer ends with the caller's own, a try's in a second."""
+    with another_writer(), takes(timeout, max(timeout, 0.5) + SLACK):
+        assert lock().try_acquire(timeout=timeout) is None
+    assert lock().acquire(timeout=0).release() is True
+
+
+def test_waits_for_another_writer(lock: Locks) -> None:
+    """A free key is had as soon as the other's transaction is over."""
+    with another_writer(0.5), takes(0.3, 0.5 + SLACK):
+        lease = lock().acquire(timeout=DEADLINE)
+    assert lease.release() is True
+
+
+def test_release_waits_for_another_writer(acquire: Leases) -> None:
+    """A release sits out a transaction that the driver's timeout would sit out."""
+    lease = acquire(lease=30)
+    with another_writer(2):
+        assert lease.release() is True
+
+
+def test_patience_is_left_as_found(lock: Locks, key: str, workers: Workers) -> None:
+    """SQLite's own timeout is the caller's, whatever happened on the connection."""
+
+    def patience() -> Any:
+        with connection.cursor() as cursor:
+            return cursor.execute("PRAGMA busy_timeout").fetchone()[0]
+
+    before = patience()
+    assert before > 0
+    with lock():
+        assert patience() == before
+    with another_writer():
+        assert lock().try_acquire() is None
+    assert patience() == before
+
+
+# The holder's own transactions
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_renewals_leave_the_holders_transaction_alone(
+    acquire: Leases, writes: bool
+) -> None:
+    """A transaction that outlasts renewals can write, and its guard passes."""
+    account = AccountFactory()
+    lease = acquire(lease=2)
+    with transaction.atomic():
+        balance = Account.objects.get(pk=account.pk).balance
+        time.sleep(1)
+        if writes:
+            Account.objects.filter(pk=account.pk).update(balance=balance + 1)
+        lease.guard()
+    account.refresh_from_db()
+    assert account.balance == int(writes)
+    assert lease.release() is True
+
+
+def test_renewals_find_the_gap(acquire: Leases) -> None:
+    """A lease lives on among writers that leave hardly a gap."""
+    lease = acquire(lease=2)
+    over = threading.Event()
+
+    def write() -> None:
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, timeout=30, isolation_level=None)) as raw:
+            while not over.is_set():
+                raw.execute("BEGIN IMMEDIATE")
+                time.sleep(0.03)
+                raw.execute("COMMIT")
+                time.sleep(0.002)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        time.sleep(4)
+        assert lease.held
+    finally:
+        over.set()
+        writer.join(DEADLINE)
+    assert lease.release() is True
+
+
+# The pessimistic form
+
+
+def test_row_lock_waits_for_another_writer(key: str) -> None:
+    """A transaction of its own waits for the writer, whatever its mode."""
+    with another_writer(0.5), transaction_lock(key, timeout=DEADLINE):
+        AccountFactory()
+    assert Account.objects.count() == 1
+
+
+def test_row_lock_waits_in_a_fresh_transaction(key: str) -> None:
+    """The caller's transaction waits too, where it has not read yet."""
+    if connection.transaction_mode == "IMMEDIATE":
+        pytest.skip("such a transaction waits when it begins")
+    locked = transaction_lock(key, timeout=DEADLINE)
+    with another_writer(0.5), transaction.atomic(), locked:
+        AccountFactory()
+    assert Account.objects.count() == 1
+
+
+def test_try_beside_a_row_lock_answers(
+    lock: Locks, key: str, other: OtherThread
+) -> None:
+    """A key that a transaction has locked is told as taken within a second."""
+    locked, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction_lock(key):
+            locked.set()
+            over.wait(DEADLINE)
+
+    holding = other.start(hold)
+    try:
+        assert locked.wait(DEADLINE)
+        with takes(at_most=1 + SLACK / 2):
+            assert lock().try_acquire() is None
+    finally:
+        over.set()
+        holding.result(DEADLINE)
+
+
+def test_row_locks_of_deferred_transactions_exclude_each_other(
+    key: str, workers: Workers, other: OtherThread
+) -> None:
+    """Two that lock, read and write lose nothing and fail at nothing."""
+    account = AccountFactory()
+
+    def add(rounds: int) -> None:
+        for _ in range(rounds):
+            with transaction_lock(key, timeout=DEADLINE):
+                balance = Account.objects.get(pk=account.pk).balance
+                time.sleep(STEP / 5)
+                Account.objects.filter(pk=account.pk).update(balance=balance + 1)
+
+    adding = other.start(add, 20)
+    add(20)
+    adding.result(DEADLINE)
+    account.refresh_from_db()
+    assert account.balance == 40
+
+
+# The queue
+
+
+def queueing_threads() -> int:
+    return sum(thread.name == "dblocks-queue" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def queue() -> None:
+    if not file_locks.AVAILABLE:
+        pytest.skip("about a system with open-file-description locks")
+
+
+@pytest.mark.usefixtures("queue")
+def test_waiters_are_served_in_order(workers: Workers, key: str) -> None:
+    """The first process that waits is served before those that come later."""
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    waiters = []
+    for _ in range(3):
+        waiters.append(workers.start("hold", key=key, timeout=DEADLINE))
+        time.sleep(0.5)
+    holder.tell("release")
+    holder.until_done()
+    # The kernel wakes all that stand behind the first, so that these may overtake.
+    first = waiters[0].expect("held")
+    waiters[0].tell("release")
+    waiters[0].until_done()
+    assert first["token"] == 2
+    for waiter in waiters[1:]:
+        waiter.tell("release")
+        waiter.until_done()
+
+
+@pytest.mark.usefixtures("queue")
+def test_waits_that_end_leave_one_thread(
+    lock: Locks, workers: Workers, key: str
+) -> None:
+    """However many waits run out, one thread is left in the kernel's queue.
+
+    It lets the next one in when it comes to its turn.
+    """
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    for _ in range(5):
+        assert lock().try_acquire(timeout=0.05) is None
+    assert queueing_threads() == 1
+    holder.tell("release")
+    holder.until_done()
+    eventually(lambda: queueing_threads() == 0, what="the thread's end")
+    assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.usefixtures("queue")
+def test_stopped_waiter_costs_the_grace(
+    workers: Workers, lock: Locks, key: str
+) -> None:
+    """A waiter that was stopped at the head of the queue bars nobody."""
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    stopped = workers.start("hold", key=key, timeout=DEADLINE)
+    time.sleep(0.5)
+    stopped.stop()
+    holder.tell("release")
+    holder.until_done()
+    for _ in range(2):
+        with takes(at_most=0.25 + SLACK):
+            lease = lock().acquire(timeout=DEADLINE)
+        assert lease.release() is True
+    stopped.resume()
+    stopped.expect("held")
+    stopped.tell("release")
+    stopped.until_done()
+
+
+@pytest.mark.usefixtures("queue")
+def test_killed_holder_leaves_nothing(workers: Workers, lock: Locks, key: str) -> None:
+    """The kernel frees what a killed process had; its lease lapses."""
+    holder = workers.start("hold", key=key, lease=1)
+    holder.expect("held")
+    holder.kill()
+    with takes(at_most=1 + SLACK):
+        lease = lock().acquire(timeout=DEADLINE)
+    assert lease.release() is True
+
+
+@pytest.mark.usefixtures("queue")
+def test_forked_child_keeps_no_lock(
+    acquire: Leases, lock: Locks, workers: Workers, key: str
+) -> None:
+    """What the parent had of the file isn't freed, nor kept, by its child."""
+    lease = acquire()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    try:
+        trier = workers.start("attempt", key=key)
+        assert trier.expect("tried")["token"] is None
+        assert lease.release() is True
+        waiter = workers.start("hold", key=key, timeout=0)
+        waiter.expect("held")
+        waiter.tell("release")
+        waiter.until_done()
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
+def test_without_file_locks(
+    lock: Locks, workers: Workers, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system has no such locks, one looks before one writes."""
+    monkeypatch.setattr(file_locks, "AVAILABLE", False)
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    with only_reading():
+        assert lock().try_acquire() is None
+    with only_reading(), pytest.raises(LockTimeout):
+        lock().acquire(timeout=0.3)
+    holder.tell("release")
+    holder.until_done()
+    assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.usefixtures("queue")
+def test_file_that_is_gone(lock: Locks, workers: Workers, key: str) -> None:
+    """To delete the file costs the order, and no grant."""
+    assert lock().acquire(timeout=0).release() is True
+    name = Path(str(connection.settings_dict["NAME"]) + file_locks.SUFFIX)
+    assert name.stat().st_size == 0
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    name.unlink()
+    waiter = workers.start("hold", key=key, timeout=DEADLINE)
+    assert lock().try_acquire() is None
+    holder.tell("release")
+    holder.until_done()
+    waiter.expect("held")
+    waiter.tell("release")
+    waiter.until_done()
