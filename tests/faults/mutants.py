@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "the row is deleted at release",
         TABLE,
-        '    return write(connection, "release", grant, count=count)',
-        '    current = write(connection, "release", grant, count=count)\n'
+        "    return write(connection, name, grant, count=count)",
+        "    current = write(connection, name, grant, count=count)\n"
         "    delete = f\"DELETE FROM {dialects.TABLE} WHERE owner = ''\"\n"
         "    execute(connection, delete, {})\n"
         "    return current",

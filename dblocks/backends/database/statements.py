@@ -38,6 +38,7 @@ class Statements:
             f"AND version = {d.integer('version')}"
         )
         self.over = f"expires_at <= {d.now}"
+        self.cooled = f"WHEN min_until > {d.now} THEN min_until ELSE {d.now}"
         self.lease_end = end = d.after(d.now, d.seconds("lease"))
         # Never earlier than it was, never past the limit.
         self.extended = (
@@ -130,17 +131,21 @@ class Statements:
         )
 
     @cached_property
-    def release(self) -> str:
-        """Give back one hold, or all but ``count``; the last one ends the grant.
+    def free(self) -> str:
+        """End a grant; until its ``min_until`` the key stays taken, cooling."""
+        return (
+            f"UPDATE {self.dialect.table} SET expires_at = CASE {self.cooled} END, "
+            f"owner = '', hold_count = 0 WHERE {self.current}"
+        )
 
-        Until its ``min_until`` the key stays taken, cooling.
-        """
+    @cached_property
+    def release(self) -> str:
+        """Give back one hold, or all but ``count``; the last one ends the grant."""
         d = self.dialect
         left = f"COALESCE({d.integer('count')}, hold_count - 1)"
         return (
             f"UPDATE {d.table} SET expires_at = CASE WHEN {left} > 0 THEN expires_at "
-            f"WHEN min_until > {d.now} THEN min_until ELSE {d.now} END, "
-            f"owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
+            f"{self.cooled} END, owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
             f"hold_count = {left} WHERE {self.current}"
         )
 
