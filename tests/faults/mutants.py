@@ -342,6 +342,15 @@ MUTANTS = [
         engines=SERVERS,
     ),
     Mutant(
+        "who is refused writes",
+        "backends/database/backend.py",
+        "        if request.queued or not _is_file(connection):\n",
+        "        if True:\n",
+        ("tests/test_sqlite.py::test_who_is_refused_only_reads",),
+        quick=SQLITE,
+        engines=(SQLITE,),
+    ),
+    Mutant(
         "another statement's reply",
         "backends/database/execution.py",
         "        if disturbed:\n",
