@@ -152,10 +152,12 @@ class Lapses(logging.Handler):
 def observe(lease: Any) -> bool:
     """Tell whether the lease says that it is held, if it does."""
     before = time.monotonic()
-    if held := bool(lease.held):
-        emit("held", key=lease.key, token=lease.fencing_token, before=before)
+    held = bool(lease.held)
     if left := lease.remaining():
         OVER[lease] = time.monotonic() + left
+    # Whoever reads that may stop this process at once.
+    if held:
+        emit("held", key=lease.key, token=lease.fencing_token, before=before)
     return held
 
 
