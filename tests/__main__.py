@@ -1,8 +1,9 @@
-"""Run pytest once for every database configuration, on private servers.
+"""Run pytest on every database configuration, on private servers.
 
-``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. Three runs go
-on at a time; the output of each is shown when it ends, in full if it failed. A database
-that can't be started is an error.
+``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. The tests of
+a configuration are divided into runs of their own databases, unless arguments say what
+to run. Several runs go on at a time; the output of each is shown when it ends, in full
+if it failed. A database that can't be started is an error.
 """
 
 from __future__ import annotations
@@ -15,106 +16,41 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from xml.etree import ElementTree
 
 from tests import services
+from tests.configurations import (
+    CONFIGURATIONS,
+    SECONDS_OF_FAULTS,
+    Configuration,
+    seconds,
+    shares,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """A database to run the tests on."""
-
-    name: str
-    server: str | None = None
-    isolation: str = "read committed"
-    #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
-    sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
-    #: Run the core of the tests alone, unless told what to run.
-    core: bool = False
-    #: Modules to leave out, unless told what to run.
-    without: tuple[str, ...] = ()
-    #: Run the quick part of the fault tests, and nothing else.
-    faults: bool = False
-
-    def urls(self, folder: Path, server: services.Server | None) -> list[str]:
-        """The URLs of the default database and of the one with the alias locks."""
-        if server is not None:
-            name = f"dblocks_{self.name.replace('-', '_')}"
-            return [server.url(name), server.url(f"{name}_locks")]
-        if self.name == "sqlite-memory":
-            return ["sqlite://:memory:"] * 2
-        return [
-            f"sqlite:///{folder}/{self.name}-{name}.sqlite3"
-            for name in ("main", "locks")
-        ]
-
-
-CORE = [
-    "atomic_requests",
-    "clock",
-    "database",
-    "explicit_owners",
-    "failures",
-    "fencing",
-    "for_update",
-    "input",
-    "lease",
-    "lock",
-    "lost_replies",
-    "manager",
-    "nested_forms",
-    "ownership",
-    "processes",
-    "pruned_rows",
-    "releases_in_threads",
-    "shop",
-    "sqlite",
-    "state_machine",
-    "transaction_ends",
-    "transaction_lock",
-    "transactions",
-    "two_databases",
-]
-"""The modules of tests in which the database's isolation or version may tell."""
-
-BROWSER = ("admin_browser",)
-"""The modules that drive the admin in a browser, where the database hardly tells."""
-
-LONG = (*BROWSER, "demo", "leaks", "reentrant_code", "shop_site", "user_projects")
-"""The modules that take long."""
-
-CONFIGURATIONS = {
-    configuration.name: configuration
-    for configuration in (
-        Configuration("mariadb", "mariadb"),
-        Configuration("postgres", "postgres", without=BROWSER),
-        Configuration("sqlite", without=BROWSER),
-        Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
-        Configuration("postgres-rr", "postgres", "repeatable read", core=True),
-        Configuration("sqlite-default", sqlite=(), without=BROWSER),
-        Configuration("sqlite-wal", sqlite=("WAL",), core=True),
-        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
-        Configuration("sqlite-memory", core=True),
-        Configuration("faults-mariadb", "mariadb", faults=True),
-        Configuration("faults-postgres", "postgres", faults=True),
-        Configuration("faults-sqlite", faults=True),
-    )
-}
+SLOWEST = 25
+#: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
+#: of the servers. Without such a folder, wherever temporary files are.
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass
 class Run:
-    """One pytest process, its output kept in a file."""
+    """One pytest process, its output and its tests' durations kept in files."""
 
-    configuration: Configuration
-    command: list[str]
+    name: str
+    python: list[str]
+    arguments: list[str]
     environment: dict[str, str]
-    output: Path
+    folder: Path
+    #: How many seconds it takes, more or less.
+    expected: int
+    duration: float = field(init=False, default=0.0)
     process: subprocess.Popen[bytes] = field(init=False)
     started_at: float = field(init=False)
 
@@ -122,7 +58,12 @@ class Run:
         self.started_at = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                self.command,
+                [
+                    *self.python,
+                    *("-m", "pytest", f"--junitxml={self.durations}"),
+                    f"--color={'yes' if sys.stdout.isatty() else 'no'}",
+                    *self.arguments,
+                ],
                 cwd=ROOT,
                 env=os.environ | self.environment,
                 stdin=subprocess.DEVNULL,
@@ -132,10 +73,15 @@ class Run:
             )
 
     @property
-    def duration(self) -> float:
-        return time.monotonic() - self.started_at
+    def output(self) -> Path:
+        return self.folder / f"{self.name}.txt"
+
+    @property
+    def durations(self) -> Path:
+        return self.folder / f"{self.name}.xml"
 
     def ended(self) -> bool:
+        self.duration = time.monotonic() - self.started_at
         if self.process.poll() is None and self.duration > TIME_LIMIT:
             self.stop()
             with self.output.open("a") as output:
@@ -157,8 +103,16 @@ class Run:
         text = self.output.read_text(errors="replace").rstrip()
         if not failed and not whole:
             text = text.rpartition("\n")[2]
-        title = f"{self.configuration.name}: {'FAILED' if failed else 'passed'}"
+        title = f"{self.name}: {'FAILED' if failed else 'passed'}"
         print(f"\n{title} in {self.duration:.0f} s\n{text}", flush=True)
+
+    def tests(self) -> Iterator[tuple[float, str]]:
+        """How long each test took, set-up and teardown included."""
+        if not self.durations.exists():
+            return
+        for test in ElementTree.parse(self.durations).iter("testcase"):
+            name = f"{test.get('classname')}.{test.get('name')}"
+            yield float(test.get("time", 0)), f"{self.name}: {name}"
 
 
 def run_all(runs: list[Run], *, jobs: int, arguments: list[str]) -> list[str]:
@@ -176,12 +130,22 @@ def run_all(runs: list[Run], *, jobs: int, arguments: list[str]) -> list[str]:
                 bad = run.process.returncode not in good
                 run.report(failed=bad, whole=bool(arguments))
                 if bad:
-                    failed.append(run.configuration.name)
+                    failed.append(run.name)
             time.sleep(0.05)
     finally:
         for run in running:
             run.stop()
     return failed
+
+
+def show_durations(runs: list[Run]) -> None:
+    print(f"\nThe {SLOWEST} slowest tests")
+    slowest = sorted((test for run in runs for test in run.tests()), reverse=True)
+    for duration, name in slowest[:SLOWEST]:
+        print(f"{duration:6.1f} s  {name}")
+    print("\nThe runs")
+    for run in sorted(runs, key=lambda run: run.duration, reverse=True):
+        print(f"{run.duration:6.0f} s  {run.name}")
 
 
 def coverage(*arguments: str) -> None:
@@ -203,11 +167,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         help="only this one; may be repeated",
     )
     parser.add_argument(
-        "--core",
+        "--brief",
         action="append",
         choices=CONFIGURATIONS,
         default=[],
-        help="run only the core of the tests on this one; may be repeated",
+        help="run only what Python's and Django's versions may change on this one, "
+        "of the core of the tests; may be repeated",
     )
     parser.add_argument(
         "--short",
@@ -220,10 +185,27 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "3"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 3)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS", "5"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 5)",
     )
     return parser.parse_known_args()
+
+
+def divided(
+    configuration: Configuration, options: argparse.Namespace, arguments: list[str]
+) -> Iterator[tuple[int, list[str]]]:
+    """What pytest is told for each run of a configuration, and how long it takes."""
+    if configuration.faults:
+        yield SECONDS_OF_FAULTS, ["tests/faults", *arguments]
+    elif arguments:
+        yield 0, arguments
+    else:
+        modules = configuration.modules(
+            brief=configuration.name in options.brief,
+            short=configuration.name in options.short,
+        )
+        for share in shares(modules):
+            yield seconds(share), [f"tests/test_{name}.py" for name in share]
 
 
 def main() -> int:
@@ -232,43 +214,31 @@ def main() -> int:
     if not options.databases and (arguments or options.coverage):
         # Arguments select from the tests, and broken copies count for no coverage.
         selected = [each for each in selected if not each.faults]
-    command = [sys.executable, "-m"]
+    python = [sys.executable]
     if options.coverage:
         coverage("erase")
-        command += ["coverage", "run", "-m"]
-    command += ["pytest", f"--color={'yes' if sys.stdout.isatty() else 'no'}"]
+        python += ["-m", "coverage", "run"]
 
     services.exit_on_signals()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
         servers: dict[str | None, services.Server] = {}
         runs = []
         for configuration in selected:
             kind = configuration.server
             if kind is not None and kind not in servers:
                 servers[kind] = stack.enter_context(services.SERVERS[kind]())
-            main_url, locks_url = configuration.urls(folder, servers.get(kind))
-            environment = {
-                "DATABASE_URL": main_url,
-                "LOCKS_DATABASE_URL": locks_url,
-                "DATABASE_ISOLATION": configuration.isolation,
-                "SQLITE_OPTIONS": ",".join(configuration.sqlite),
-                "PYTHONDEVMODE": "1",
-            }
-            output = folder / f"{configuration.name}.txt"
-            if configuration.faults:
-                del environment["LOCKS_DATABASE_URL"]
-                whole_command = [*command, "tests/faults", *arguments]
-                runs.append(Run(configuration, whole_command, environment, output))
-                continue
-            core = configuration.core or configuration.name in options.core
-            without = LONG if configuration.name in options.short else None
-            chosen = [f"tests/test_{name}.py" for name in CORE if core]
-            for name in without or configuration.without:
-                chosen.append(f"--ignore=tests/test_{name}.py")
-            whole_command = command + (arguments or chosen)
-            runs.append(Run(configuration, whole_command, environment, output))
+            parts = divided(configuration, options, arguments)
+            for number, (expected, selection) in enumerate(parts, 1):
+                name = f"{configuration.name}-{number}"
+                environment = configuration.environment(folder, servers.get(kind), name)
+                run = Run(name, python, selection, environment, folder, expected)
+                runs.append(run)
+        # Last the short ones, lest one processor be idle while a long one ends.
+        runs.sort(key=lambda run: run.expected, reverse=True)
         failed = run_all(runs, jobs=options.jobs, arguments=arguments)
+        if not arguments:
+            show_durations(runs)
 
     if options.coverage:
         coverage("combine", "--quiet")

@@ -14,7 +14,7 @@ import pytest
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
 from tests.fixtures import OtherThread
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -255,7 +255,10 @@ def test_body_exception_releases(lock: Locks, obtainable: Obtainable) -> None:
 
 def test_leaving_a_lost_lease_raises(lock: Locks, key: str) -> None:
     """Leaving the block of a lease that ran out raises LeaseLost with the facts."""
-    with pytest.raises(LeaseLost) as caught, lock(lease=0.3, renew=False) as lease:
+    with (
+        pytest.raises(LeaseLost) as caught,
+        lock(lease=scaled(0.3), renew=False) as lease,
+    ):
         eventually(lambda: not lease.held, what="the end of the lease")
     error = caught.value
     assert isinstance(error, LockError)
@@ -267,7 +270,8 @@ def test_leaving_a_lost_lease_raises(lock: Locks, key: str) -> None:
 def test_body_exception_is_never_masked(lock: Locks) -> None:
     """When the body raised and the lease was lost, the body's exception comes out."""
     error = RuntimeError("from the body")
-    with pytest.raises(RuntimeError) as caught, lock(lease=0.3, renew=False) as lease:  # noqa: PT012
+    short = lock(lease=scaled(0.3), renew=False)
+    with pytest.raises(RuntimeError) as caught, short as lease:  # noqa: PT012
         eventually(lambda: not lease.held, what="the end of the lease")
         raise error
     assert caught.value is error
@@ -373,9 +377,10 @@ class TestMaxHold:
     ) -> None:
         """A holder that renews for ever still loses the key at max_hold."""
         started = time.monotonic()
-        lease = acquire(lease=1.2, max_hold=2.4)
-        granted = other.do(lock().acquire, timeout=5)
-        assert 2.4 <= time.monotonic() - started <= 2.4 + SLACK
+        most = scaled(2.4)
+        lease = acquire(lease=most / 2, max_hold=most)
+        granted = other.do(lock().acquire, timeout=DEADLINE)
+        assert most <= time.monotonic() - started <= most + SLACK
         assert not lease.held
         granted.release()
 
@@ -401,32 +406,33 @@ class TestMaxHold:
     ) -> None:
         """Re-entering, which renews, doesn't go beyond the outermost one's max_hold."""
         started = time.monotonic()
-        acquire(lease=0.5, max_hold=0.9)
+        most = scaled(0.9)
+        acquire(lease=scaled(0.5), max_hold=most)
         acquire(lease=600)
         granted = other.do(lock().acquire, timeout=5)
-        assert 0.9 <= time.monotonic() - started <= 0.9 + SLACK
+        assert most <= time.monotonic() - started <= most + SLACK
         granted.release()
 
 
 def test_abandoned_lease_lapses(lock: Locks, other: OtherThread) -> None:
     """A lease that nothing refers to is reported, no longer renewed, and lapses."""
     with pytest.warns(ResourceWarning) as warned:  # noqa: PT031
-        lock(lease=0.6).acquire()
+        lock(lease=scaled(0.6)).acquire()
         gc.collect()
         eventually(lambda: len(warned), within=SLACK, what="the warning")
-    with takes(at_most=0.6 + SLACK):
+    with takes(at_most=scaled(0.6) + SLACK):
         other.do(lock().acquire, timeout=5).release()
 
 
 def test_abandoned_lease_lapses_under_a_waiter(lock: Locks, other: OtherThread) -> None:
     """Who waits for it in the same process doesn't keep an abandoned lease alive."""
     with pytest.warns(ResourceWarning):  # noqa: PT031
-        lease = lock(lease=0.6).acquire()
+        lease = lock(lease=scaled(0.6)).acquire()
         waiting = other.start(lock().acquire, timeout=5)
         time.sleep(0.3)
         del lease
         gc.collect()
-        with takes(at_most=0.6 + SLACK):
+        with takes(at_most=scaled(0.6) + SLACK):
             granted = waiting.result(timeout=DEADLINE)
     other.do(granted.release)
 

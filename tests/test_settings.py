@@ -13,7 +13,7 @@ from django.test import override_settings
 from dblocks import LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.timing import SLACK, takes
+from tests.timing import SLACK, scaled, takes
 
 pytestmark = pytest.mark.usefixtures("committed")
 
@@ -57,22 +57,25 @@ def test_default_timeout(key: str, settings: Any) -> None:
     assert it.value.timeout == 3
 
 
-@pytest.mark.parametrize("value", [0.3, timedelta(seconds=0.3)], ids=str)
+SHORT = scaled(0.3)
+
+
+@pytest.mark.parametrize("value", [SHORT, timedelta(seconds=SHORT)], ids=str)
 def test_timeout(settings: Any, key: str, value: Any) -> None:
     """TIMEOUT is what a lock waits for that says nothing itself."""
     settings.DBLOCKS = {"default": {"TIMEOUT": value}}
-    with hold_elsewhere(key), takes(0.3, 0.3 + SLACK), pytest.raises(LockTimeout):
+    with hold_elsewhere(key), takes(SHORT, SHORT + SLACK), pytest.raises(LockTimeout):
         distributed_lock(key).acquire()
-    with hold_elsewhere(key), takes(at_most=0.25), pytest.raises(LockTimeout):
+    with hold_elsewhere(key), takes(at_most=scaled(0.25)), pytest.raises(LockTimeout):
         distributed_lock(key, timeout=0).acquire()
 
 
 def test_endless_timeout(settings: Any, key: str) -> None:
     """A TIMEOUT of None waits for as long as it takes."""
     settings.DBLOCKS = {"default": {"TIMEOUT": None}}
-    other = distributed_lock(key, owner="other", lease=0.5, renew=False)
+    other = distributed_lock(key, owner="other", lease=scaled(0.5), renew=False)
     lease = other.acquire(timeout=0)
-    with takes(0.1, 0.5 + SLACK):
+    with takes(0.1, scaled(0.5) + SLACK):
         distributed_lock(key).acquire().release()
     assert not lease.held
 

@@ -1,7 +1,12 @@
-"""Bounded waiting: who waits for something says what for, and how long at most."""
+"""Bounded waiting: who waits for something says what for, and how long at most.
+
+``DBLOCKS_TEST_SLOWNESS=3`` gives a slow or busy machine three times as long: deadlines,
+slack, and the short leases that a busy machine would miss a renewal of.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +16,18 @@ import pytest
 
 T = TypeVar("T")
 
+SLOWNESS = float(os.environ.get("DBLOCKS_TEST_SLOWNESS", "1"))
+
+
+def scaled(seconds: float) -> float:
+    """A short time, longer on a slow machine: a lease, or a bound that goes with it."""
+    return seconds * SLOWNESS
+
+
 #: No step of a test lasts longer than this, however slow the machine.
-DEADLINE = 15.0
+DEADLINE = scaled(15.0)
 #: What a loaded machine may add to a moment that the contract names.
-SLACK = 1.0
+SLACK = scaled(1.0)
 STEP = 0.01
 
 

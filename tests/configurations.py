@@ -1,0 +1,200 @@
+"""What the tests are run on, and how they are divided into runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import services
+
+TESTS = Path(__file__).resolve().parent
+MODULES = sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
+
+CORE = {
+    "atomic_requests",
+    "clock",
+    "database",
+    "explicit_owners",
+    "failures",
+    "fencing",
+    "for_update",
+    "input",
+    "lease",
+    "lock",
+    "lost_replies",
+    "manager",
+    "nested_forms",
+    "ownership",
+    "processes",
+    "pruned_rows",
+    "releases_in_threads",
+    "shop",
+    "sqlite",
+    "state_machine",
+    "transaction_ends",
+    "transaction_lock",
+    "transactions",
+    "two_databases",
+}
+"""The modules of tests in which the database's isolation or version may tell."""
+
+BRIEF = CORE - {
+    "explicit_owners",
+    "input",
+    "lease",
+    "lock",
+    "ownership",
+    "processes",
+    "releases_in_threads",
+    "shop",
+    "state_machine",
+}
+"""Of these, the modules in which the versions of Django and of the driver may tell.
+
+The others are about time, threads and processes. An old Python has them on SQLite.
+"""
+
+ONCE = {
+    "admin_browser": "mariadb",  # a browser and our pages; drawn from few rows
+    "architecture": "sqlite",  # the text of the source
+    "interrupts": "sqlite",  # what a process notes of its own leases
+    "locale": "sqlite",  # the catalogues
+    "locmem": "sqlite",  # another engine
+    "losses": "sqlite",  # threads and log handlers; statements fail without a server
+    "settings": "sqlite",  # how a setting is read
+    "signals": "sqlite",  # what is sent to whom
+}
+"""The modules for which no database matters, and the configuration that has them."""
+
+OF_DIALECTS = {
+    "admin",  # what its pages ask for, one after another
+    "reentrant_code",  # every line of the package, under signals
+    "user_projects",  # other projects' runners, with settings of their own
+}
+"""The modules for which SQLite's settings don't matter: the configuration "sqlite" has
+them, and "sqlite-default" has all others."""
+
+LONG = {
+    "admin_browser",
+    "demo",
+    "leaks",
+    "reentrant_code",
+    "shop_site",
+    "user_projects",
+}
+"""The modules that take long."""
+
+SECONDS = {
+    "run_locked": 80,
+    "reentrant_code": 65,
+    "admin_browser": 50,
+    "demo": 35,
+    "lease": 35,
+    "losses": 35,
+    "sqlite": 35,
+    "admin": 30,
+    "user_projects": 30,
+    "async": 20,
+    "lock": 20,
+    "processes": 20,
+    "transactions": 20,
+    "leaks": 15,
+    "recipes": 15,
+    "shop": 15,
+    "shop_site": 15,
+}
+"""How long modules take, more or less, while other runs go on."""
+
+SECONDS_OF_FAULTS = 120
+#: What a module takes that is not listed.
+FEW_SECONDS = 5
+#: How long a run takes, more or less.
+SHARE = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A database to run the tests on."""
+
+    name: str
+    server: str | None = None
+    isolation: str = "read committed"
+    #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
+    sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
+    #: Run the core of the tests alone, unless told what to run.
+    core: bool = False
+    #: Run the quick part of the fault tests, and nothing else.
+    faults: bool = False
+
+    def environment(
+        self, folder: Path, server: services.Server | None, run: str
+    ) -> dict[str, str]:
+        """The environment variables of a run, which has databases of its own."""
+        if server is not None:
+            name = f"dblocks_{run.replace('-', '_')}"
+            urls = [server.url(name), server.url(f"{name}_locks")]
+        elif self.name == "sqlite-memory":
+            urls = ["sqlite://:memory:"] * 2
+        else:
+            urls = [
+                f"sqlite:///{folder}/{run}-{name}.sqlite3" for name in ("main", "locks")
+            ]
+        environment = {
+            "DATABASE_URL": urls[0],
+            "DATABASE_ISOLATION": self.isolation,
+            "SQLITE_OPTIONS": ",".join(self.sqlite),
+            "OTHER_BACKENDS": "locmem" if self.name == ONCE["locmem"] else "",
+            "PYTHONDEVMODE": "1",
+            # Looking at each allocation for mistakes of C code costs a tenth of the
+            # processor's time.
+            "PYTHONMALLOC": "pymalloc",
+        }
+        if not self.faults:
+            environment["LOCKS_DATABASE_URL"] = urls[1]
+        return environment
+
+    def modules(self, *, brief: bool, short: bool) -> list[str]:
+        """What is run on it, unless told what to run."""
+        return [
+            name
+            for name in MODULES
+            if ONCE.get(name, self.name) == self.name
+            and (name in CORE or not self.core)
+            and (name in BRIEF or not brief)
+            and (name not in LONG or not short)
+            and (name not in OF_DIALECTS or self.name != "sqlite-default")
+        ]
+
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration("mariadb", "mariadb"),
+        Configuration("postgres", "postgres"),
+        Configuration("sqlite"),
+        Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
+        Configuration("postgres-rr", "postgres", "repeatable read", core=True),
+        Configuration("sqlite-default", sqlite=()),
+        Configuration("sqlite-wal", sqlite=("WAL",), core=True),
+        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
+        Configuration("sqlite-memory", core=True),
+        Configuration("faults-mariadb", "mariadb", faults=True),
+        Configuration("faults-postgres", "postgres", faults=True),
+        Configuration("faults-sqlite", faults=True),
+    )
+}
+
+
+def seconds(modules: Iterable[str]) -> int:
+    """How long modules take, one after another."""
+    return sum(SECONDS.get(name, FEW_SECONDS) for name in modules)
+
+
+def shares(modules: Collection[str]) -> list[list[str]]:
+    """Divide modules into runs of nearly the same length."""
+    found: list[list[str]] = [[] for _ in range(math.ceil(seconds(modules) / SHARE))]
+    for name in sorted(modules, key=lambda name: seconds([name]), reverse=True):
+        min(found, key=seconds).append(name)
+    return found
