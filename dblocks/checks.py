@@ -1,15 +1,44 @@
 """System checks: what can be wrong with a deployment, before it goes wrong.
 
-Each has a section in ``docs/checks.md``. Errors concern the settings alone. What
-concerns a database is a warning and tagged ``database``, so that the first ``migrate``
-isn't stopped by the table that it is about to make. Without ``--database`` nothing is
-asked of a server.
+Errors concern the settings alone. What concerns a database is a warning and tagged
+``database``: ``manage.py check --database default`` asks for it, after ``migrate`` in a
+deployment. Each has a section in the documentation, on the page about checks.
+
+E001: A backend in ``DBLOCKS`` can't be made as it is configured. The message names the
+    alias and the value.
+W001: The lock table is missing or can't be read, so every lock operation on that
+    database fails. Run ``manage.py migrate dblocks``, with ``--database ALIAS`` where
+    the locks have a database of their own, and see that a router's
+    ``allow_migrate()`` lets ``dblocks`` in there.
+W002: The lock table has no transactions: the server made it with an engine other than
+    InnoDB, where neither the guard nor row locks work.
+W003: The key column doesn't compare exactly: under its collation different keys may be
+    one lock. A dump restored elsewhere may have changed it.
+W004: The driver has no network timeout: on a connection that dies silently a lock
+    operation waits until the operating system gives up. Set ``connect_timeout``, and
+    ``read_timeout`` and ``write_timeout`` (MySQL, MariaDB) or ``tcp_user_timeout``
+    (PostgreSQL), in the database's ``OPTIONS``.
+W005: The router reads locks from one database and writes them to another, which the
+    first one follows late. Name the primary in ``OPTIONS={"using": …}``.
+W006: uWSGI runs no threads, so leases are not renewed. Start it with
+    ``--enable-threads``.
+W007: The server or library is too old: dblocks needs MariaDB 10.6, MySQL 8.0.11 or
+    SQLite 3.35.
+W008: The default lease is shorter than a second, and a busy machine misses its
+    renewal.
+W009: Locks are kept in the memory of one process. ``LocMemBackend`` is for tests.
+W010: A SQLite database has Django's own settings, with which a transaction that has
+    read fails, at once, if others write. Set ``"transaction_mode": "IMMEDIATE"`` and
+    ``"init_command": "PRAGMA journal_mode=WAL"`` in its ``OPTIONS``.
+
+W001, W004 and W010 are left out where ``migrate`` and ``test`` check in passing: the
+first makes the table, and neither is a deployment.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from django.core import checks
@@ -19,6 +48,15 @@ from django.utils.connection import ConnectionDoesNotExist
 from .backends.base import BaseBackend
 from .backends.messages import error, warning
 from .conf import backends
+
+ASKED_FOR = {"dblocks.W001", "dblocks.W004", "dblocks.W010"}
+"""What is said only to those who ask for checks."""
+
+
+def _worth_saying(messages: Iterable[checks.CheckMessage]) -> list[checks.CheckMessage]:
+    """Leave out what commands that check in passing should not bring up each time."""
+    in_passing = sys.argv[1:2] in (["migrate"], ["test"])
+    return [m for m in messages if not (in_passing and m.id in ASKED_FOR)]
 
 
 def _made() -> tuple[list[BaseBackend], list[Exception]]:
@@ -71,7 +109,8 @@ def check_connections(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
     """W004 and W005: what the settings tell of the lock's database."""
-    return [m for b in _made()[0] for m in b.check_connection(databases)]
+    found = (m for b in _made()[0] for m in b.check_connection(databases))
+    return _worth_saying(found)
 
 
 @checks.register(checks.Tags.database)
@@ -84,4 +123,4 @@ def check_databases(
         # Several backends may be in one database.
         found = backend.check_server(databases or ())
         messages += [message for message in found if message not in messages]
-    return messages
+    return _worth_saying(messages)

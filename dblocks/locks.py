@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from . import clock, signals, validation
+from .advice import warn_of_template
 from .backends.values import FOREVER, Reading
 from .conf import DEFAULT_ALIAS, backends
 from .decorators.decoratable import is_bare
@@ -162,6 +163,7 @@ class Lock:
 
     def __post_init__(self) -> None:
         self._entered: dict[owners.Owner, list[Lease]] = {}
+        self._is_literal = True
 
     def __repr__(self) -> str:
         return f"<Lock {self.key!r} backend={self.backend!r}>"
@@ -178,7 +180,12 @@ class Lock:
         """
         lock = object.__new__(Lock)
         lock.__dict__.update(
-            self.__dict__, key=key, note=note, on_locked=None, _entered={}
+            self.__dict__,
+            key=key,
+            note=note,
+            on_locked=None,
+            _entered={},
+            _is_literal=False,
         )
         return lock
 
@@ -250,16 +257,20 @@ class Lock:
     ) -> Attempt:
         if self.on_locked is not None:
             raise TypeError(
-                f"on_locked is for the decorator form, not {self.on_locked!r} here: "
-                f"catch LockTimeout, or use try_acquire() without on_locked."
+                f"on_locked is for the decorator form alone: leave "
+                f"{self.on_locked!r} out here. A with block and acquire() raise "
+                f"LockTimeout; try_acquire() returns None."
             )
+        key = validation.literal("key", self.key)
+        if by is None and self._is_literal:
+            warn_of_template(key)
         backend = backends[self.backend]
         wait = self.timeout if timeout is UNSET else validation.timeout(timeout)
         lease = backend.lease if isinstance(self.lease, Unset) else self.lease
         max_hold = FOREVER if self.max_hold is None else self.max_hold
         return Attempt(
             backend,
-            validation.literal("key", self.key),
+            key,
             terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least),
             by or owners.current(),
             self.owner,
@@ -276,14 +287,7 @@ class Lock:
     def _lease(self, attempt: Attempt, found: Hold | Reading) -> Lease:
         """Return a lease of what was granted, or raise ``LockTimeout``."""
         if isinstance(found, Reading):
-            raise LockTimeout(
-                attempt.key,
-                timeout=attempt.timeout,
-                holder=found.holder,
-                note=found.note,
-                acquired_at=found.acquired_at,
-                retry_after=found.remaining,
-            )
+            raise self._timed_out(attempt, found)
         lease = Lease(found, self.atomic)
         try:
             attempt.by.add(lease)
@@ -293,6 +297,19 @@ class Lock:
                 give_back(found)
             raise
         return lease
+
+    def _timed_out(self, attempt: Attempt, found: Reading) -> LockTimeout:
+        """Log that the key stayed taken, and return the error that says so."""
+        error = LockTimeout(
+            attempt.key,
+            timeout=attempt.timeout,
+            holder=found.holder,
+            note=found.note,
+            acquired_at=found.acquired_at,
+            retry_after=found.remaining,
+        )
+        signals.log_timeout(error, clock.monotonic() - attempt.started)
+        return error
 
     async def _alease(self, attempt: Attempt, found: Hold | Reading) -> Lease:
         """:meth:`_lease` for async code; the signal's receivers may be sync."""

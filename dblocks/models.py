@@ -13,10 +13,17 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
 from . import transaction_locks, validation
-from .backends.database import dialects, table
+from .backends.database import dialects, session_locks, table
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
-from .backends.values import PINNED_GRACE, Grant, Reading, Renewal, Request
+from .backends.values import (
+    PINNED_GRACE,
+    Grant,
+    Reading,
+    Renewal,
+    Request,
+    Waiters,
+)
 from .conf import DEFAULT_ALIAS, backends
 from .signals import announce_force_release
 
@@ -166,7 +173,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     ) -> bool:
         """Free a key over its holder's head, and fence the holder off.
 
-        The holder isn't stopped: it finds out at its next renewal or at its guard.
+        The holder finds out at its next renewal or at its guard. Only a command under
+        ``run_locked`` is ended then.
 
         Args:
             version: Only this grant; a lock that changed hands is left alone.
@@ -243,6 +251,19 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 rest = dialects.of(connection).prune_rests
                 time.sleep(rest * (time.monotonic() - started))
         return deleted
+
+    def waiters(self, key: str) -> Waiters:
+        """Tell who waits for a key, as far as the database knows.
+
+        On MariaDB, MySQL and PostgreSQL each process that waits counts once; one that
+        waits without a session lock, or has just begun to, isn't seen.
+        """
+        key = validation.key(key)
+        self._for_write = True
+        connection = connections[self.db]
+        if not session_locks.available(connection):
+            return Waiters()
+        return Waiters(session_locks.waiters(connection, [key]).get(key, 0))
 
     def for_update(
         self,

@@ -13,6 +13,8 @@ import logging
 
 from django.dispatch import Signal
 
+from .exceptions import LockTimeout
+
 logger = logging.getLogger("dblocks")
 
 #: ``owner``, ``fencing_token``, ``waited``, ``reentered`` (``bool``), ``lease``
@@ -34,6 +36,17 @@ lock_timed_out = Signal()
 #: (who did it: a user, a name or ``None``), ``reason`` (free text), ``using`` (the
 #: alias of the database; ``backend`` is ``None``).
 lock_force_released = Signal()
+
+
+def log_timeout(error: LockTimeout, waited: float) -> None:
+    """Log, once, that somebody goes without a lock: why a job did not run."""
+    logger.info(
+        "timed out key=%r holder=%s note=%r waited=%.3f",
+        error.key,
+        error.holder,
+        error.note,
+        waited,
+    )
 
 
 def announce_force_release(sender: type, **grant: object) -> None:

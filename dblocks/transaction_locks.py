@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import DEFAULT_DB_ALIAS, NotSupportedError, connections, transaction
 
 from . import validation
+from .advice import warn_of_template
 from .backends.database import row_locks
 from .backends.database.transactions import in_transaction
 from .conf import DEFAULT_ALIAS, backends
@@ -99,6 +100,7 @@ class TransactionLock:
         self.backend = validation.text("backend", backend)
         self._wait = validation.row_wait(nowait, skip_locked, timeout)
         self._entered = threading.local()
+        self._is_literal = True
 
     def __repr__(self) -> str:
         return f"<TransactionLock {self.key!r} backend={self.backend!r}>"
@@ -107,7 +109,10 @@ class TransactionLock:
         """Return the same lock for another key."""
         lock = object.__new__(TransactionLock)
         lock.__dict__.update(
-            self.__dict__, key=validation.key(key), _entered=threading.local()
+            self.__dict__,
+            key=validation.key(key),
+            _entered=threading.local(),
+            _is_literal=False,
         )
         return lock
 
@@ -122,6 +127,8 @@ class TransactionLock:
         return decorated
 
     def __enter__(self) -> DistributedLock | None:
+        if self._is_literal and isinstance(self.key, str):
+            warn_of_template(self.key)
         block = self._block()
         row = block.__enter__()
         self._entered.__dict__.setdefault("blocks", []).append(block)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -36,7 +39,10 @@ def usual_settings(settings: Any) -> None:
 
 
 def found(
-    *databases: str, tags: list[str] | None = None, sqlite: bool = False
+    *databases: str,
+    tags: list[str] | None = None,
+    sqlite: bool = False,
+    deploy: bool = False,
 ) -> Found:
     """Return what the checks of dblocks say, as Django runs them.
 
@@ -45,7 +51,9 @@ def found(
     return [
         message
         for message in django_checks.run_checks(
-            tags=tags, databases=list(databases) or None
+            tags=tags,
+            databases=list(databases) or None,
+            include_deployment_checks=deploy,
         )
         if str(message.id).startswith("dblocks.")
         and (sqlite or message.id != "dblocks.W010")
@@ -58,7 +66,8 @@ def the_one(number: str, messages: Found) -> str:
     assert message.id == f"dblocks.{number}"
     level = {"E": django_checks.ERROR, "W": django_checks.WARNING}[number[0]]
     assert message.level == level
-    assert f"(docs/checks.md#dblocks{number.lower()})" in str(message.hint)
+    assert "python -m pydoc dblocks.checks" in str(message.hint)
+    assert re.search(rf"^{number}: ", str(checks.__doc__), re.MULTILINE)
     assert len(str(message.hint)) > 40
     return message.msg
 
@@ -91,6 +100,7 @@ def test_each_has_a_section() -> None:
     }
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
+    assert re.findall(r"^([EW]\d{3}): ", str(checks.__doc__), re.M) == sections
     assert used == {"E001", *(f"W{number:03}" for number in range(1, 11))}
 
 
@@ -109,6 +119,19 @@ def test_first_migrate() -> None:
         "check_connections": True,
         "check_databases": True,
     }
+
+
+def test_hints_lead_somewhere() -> None:
+    """Where a hint leads exists for whoever has installed the package."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "pydoc", "dblocks.checks"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DJANGO_SETTINGS_MODULE": ""},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert "W001: The lock table is missing" in shown.stdout, shown.stderr
 
 
 def test_command(settings: Any) -> None:
@@ -162,7 +185,63 @@ def hidden_table(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hidden_table")
 def test_missing_table() -> None:
     """W001: the table isn't there yet."""
-    assert "missing" in the_one("W001", found("default"))
+    messages = found("default")
+    assert "missing" in the_one("W001", messages)
+    assert "manage.py migrate dblocks --database default" in str(messages[0].hint)
+
+
+@pytest.mark.usefixtures("hidden_table")
+def test_missing_table_in_a_database_of_its_own(settings: Any) -> None:
+    """W001: the hint names the database that the locks have for themselves."""
+    if "locks" not in connections.settings:
+        pytest.skip("there is one database")
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
+    (message,) = [m for m in found("locks") if m.id == "dblocks.W001"]
+    assert "manage.py migrate dblocks --database locks" in str(message.hint)
+
+
+IN_PASSING = ["migrate", "test"]
+
+
+@pytest.mark.usefixtures("hidden_table")
+@pytest.mark.parametrize("command", IN_PASSING)
+def test_missing_table_in_passing(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Whoever makes the table isn't told that it is missing."""
+    monkeypatch.setattr(sys, "argv", ["manage.py", command])
+    assert found("default") == []
+    monkeypatch.setattr(sys, "argv", ["manage.py", "check", "--database", "default"])
+    assert len(found("default")) == 1
+    assert len(found("default", deploy=True)) == 1
+
+
+def test_first_migrate_says_nothing(tmp_path: Path) -> None:
+    """The migrate that makes the table says nothing of it, nor of the database."""
+    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db")}
+    program = (
+        "import django, sys\n"
+        "from django.conf import settings\n"
+        "from django.core.management import execute_from_command_line\n"
+        f"settings.configure(INSTALLED_APPS=['dblocks'], "
+        f"DATABASES={{'default': {database!r}}})\n"
+        "execute_from_command_line(sys.argv)\n"
+    )
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": ""},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert "dblocks" not in run("migrate", "dblocks")
+    assert "dblocks.W010" in run("check", "--database", "default")
 
 
 @pytest.mark.usefixtures("hidden_table")
@@ -246,6 +325,10 @@ def test_no_network_timeout(network_timeouts: Any, tags: Any) -> None:
     ]
     del network_timeouts[name]
     assert name in the_one("W004", found("default", tags=tags))
+    for command in IN_PASSING:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["manage.py", command])
+            assert found("default", tags=tags) == []
     del network_timeouts["connect_timeout"]
     assert "connect_timeout" in the_one("W004", found("default", tags=tags))
 
@@ -358,6 +441,19 @@ def test_sqlite_as_django_leaves_it(
     hint = str(messages[0].hint)
     assert ('"transaction_mode": "IMMEDIATE"' in hint) is deferred
     assert ("journal_mode=WAL" in hint) is rollback
+
+
+@pytest.mark.parametrize("command", IN_PASSING)
+def test_sqlite_in_passing(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """W010 isn't brought up by each migrate and each test run."""
+    if connection.vendor != "sqlite" or in_memory():
+        pytest.skip("about a file of SQLite")
+    connection.ensure_connection()
+    monkeypatch.setattr(connections["default"], "transaction_mode", None)
+    monkeypatch.setattr(sys, "argv", ["manage.py", command])
+    assert found("default", sqlite=True) == []
+    monkeypatch.setattr(sys, "argv", ["manage.py", "check"])
+    the_one("W010", found("default", sqlite=True))
 
 
 # W008 and W009

@@ -1103,9 +1103,78 @@ def test_on_locked_outside_of_the_decorator_form(
     with ExitStack() as stack:
         if taken:
             stack.enter_context(hold_elsewhere(key))
-        with pytest.raises(TypeError, match="on_locked is for the decorator form"):
+        with pytest.raises(TypeError, match="on_locked is for the decorator form") as e:
             take(distributed_lock(key, timeout=0, on_locked=on_locked))
+    assert repr(on_locked) in str(e.value)
     assert not distributed_lock(key).locked()
+
+
+TEMPLATES = [
+    "order:{order_id}",
+    "{order_id}",
+    "user:{request.user.pk}",
+    "line:{lines[0]}",
+    "day:{day:%Y}",
+    "name:{name!r}",
+]
+LITERALS = ["order:7", "{}", "{0}", "a}{b", "{{order_id}}", '{"order": 7}', "{a b}"]
+
+
+def enter_and_leave(lock: Any) -> None:
+    """Take and give back a lock in the block form."""
+    with lock:
+        pass
+
+
+async def aenter_and_leave(lock: Lock) -> None:
+    """Take and give back a lock in the async block form."""
+    async with lock:
+        pass
+
+
+TAKEN = OUTSIDE | {
+    "with": enter_and_leave,
+    "async with": async_to_sync(aenter_and_leave),
+}
+
+
+def take_and_give_back(take: Any, lock: Lock) -> None:
+    lease = take(lock)
+    if lease is not None:
+        lease.release()
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_outside_of_the_decorator_form(take: Any, template: str) -> None:
+    """A key that looks like a template would be one lock for all: a warning says so."""
+    with pytest.warns(RuntimeWarning, match="taken literally") as caught:
+        take_and_give_back(take, distributed_lock(template))
+    (warning,) = caught
+    assert repr(template) in str(warning.message)
+    assert not warning.filename.startswith(str(ROOT / "dblocks"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_of_a_row_lock(template: str) -> None:
+    """The pessimistic form says so too."""
+    with pytest.warns(RuntimeWarning, match="taken literally") as caught:
+        enter_and_leave(transaction_lock(template))
+    assert [one.filename for one in caught] == [__file__]
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("literal", LITERALS)
+def test_literal_key_with_braces(take: Any, literal: str) -> None:
+    """Braces that are no named field are nobody's mistake."""
+    take_and_give_back(take, distributed_lock(literal))
+    enter_and_leave(transaction_lock(literal))
+
+
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_argument_that_looks_like_a_template(form: Any) -> None:
+    """What a call's arguments make of a template is no template."""
+    assert form("order:{number}")(lambda number: number)("{pk}") == "{pk}"
 
 
 @pytest.mark.parametrize("take", OUTSIDE.values(), ids=OUTSIDE)

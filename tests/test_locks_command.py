@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from io import StringIO
@@ -78,18 +79,46 @@ def test_waiting(run: Run, workers: Workers, key: str) -> None:
         assert shown() is None
     else:
         # The first of them is let to look.
-        eventually(lambda: shown() == 2, what="two in the queue")
+        eventually(lambda: shown() == 3, what="three in the queue")
         _status, out, _err = run("list")
         [row] = [line for line in out.splitlines() if line.startswith(key)]
-        assert row.split()[-2:] == ["2", "-"]
+        assert row.split()[-2:] == ["3", "-"]
         request = RequestFactory().get("/")
         page = DistributedLockAdmin(DistributedLock, site)
         lock = page.get_queryset(request).get(pk=key)
-        assert page.waiting(lock) == 2
+        assert page.waiting(lock) == 3
+        assert DistributedLock.objects.waiters(key).number == 3
+        assert DistributedLock.objects.waiters(key + "?").number == 0
     for process in (holder, *waiters):
         process.tell("release")
     for process in (holder, *waiters):
         process.until_done()
+
+
+def test_holder_that_has_waited(workers: Workers, key: str) -> None:
+    """Who has got the key at last is no waiter, whatever it keeps of its wait."""
+
+    def number() -> int | None:
+        found: int | None = DistributedLock.objects.waiters(key).number
+        return found
+
+    if connection.vendor == "sqlite":
+        assert number() is None
+        return
+    first = workers.start("hold", key=key)
+    first.expect("held")
+    second = workers.start("hold", key=key, timeout=DEADLINE)
+    eventually(lambda: number() == 1, what="one that waits")
+    first.tell("release")
+    first.until_done()
+    second.expect("held")
+    assert number() == 0
+    third = workers.start("hold", key=key, timeout=DEADLINE)
+    eventually(lambda: number() == 1, what="another one that waits")
+    for process in (second, third):
+        process.tell("release")
+        process.until_done()
+    eventually(lambda: number() == 0, what="nobody")
 
 
 def test_list(run: Run) -> None:
@@ -192,6 +221,57 @@ def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "…" in screen.getvalue()
     call_command("locks", "list", stdout=file)
     assert "k" * 120 in file.getvalue()
+
+
+def screen_of(monkeypatch: pytest.MonkeyPatch, width: int) -> list[str]:
+    """Return what the list draws on a terminal of a width."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen = Terminal()
+    call_command("locks", "list", stdout=screen, no_color=True)
+    return screen.getvalue().splitlines()
+
+
+def cells(text: str) -> int:
+    """Count the columns of a terminal that a text of CJK, marks and emoji takes."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    marks = sum(unicodedata.combining(c) > 0 for c in text)
+    return len(text) + wide - marks
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_wide_characters(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Columns stand one below the other, whatever the width of their characters."""
+    keys = [
+        "在庫:" + "商品" * 20,
+        "\N{LOCK}:7",
+        "jo\N{COMBINING ACUTE ACCENT}b",
+        "plain",
+    ]
+    for key in keys:
+        LockFactory(held=True, key=key, note="夜間レポート")
+    head, *rows, _count = screen_of(monkeypatch, width)
+    assert len(rows) == len(keys)
+    for row in rows:
+        before = row.partition("held")[0]
+        assert cells(before) == head.index("STATE")
+        assert cells(row) <= width
+
+
+def test_room_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 columns the key gets what columns without a value don't need."""
+    key = "tenant-12:order:2024-11-22:770"
+    LockFactory(held=True, key=key, holder="web-3.example.com pid 4711 MainThread")
+    head, row, _count = screen_of(monkeypatch, 80)
+    assert head.split() == ["KEY", "STATE", "HOLDER", "AGE", "REMAINING"]
+    assert row.split()[0] == key
+    assert len(row) <= 80
+    LockFactory(held=True, key=key + "?", note="the night's report for all tenants")
+    head, row, _other, _count = screen_of(monkeypatch, 80)
+    assert head.split()[-1] == "NOTE"
+    assert len(row.split()[0]) >= 20
+    head, row, _other, _count = screen_of(monkeypatch, 200)
+    assert head.split()[-2:] == ["WAITING", "NOTE"]
+    assert "…" not in row
 
 
 def test_color_on_a_terminal_only() -> None:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
+from django.core.management import call_command
+from django.test import RequestFactory
 
-from dblocks import Lease, LeaseLost, Lock, LockTimeout, signals
+from dblocks import (
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    distributed_lock,
+    signals,
+    transaction_lock,
+)
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
 from tests.documents import DOCS, files
-from tests.fixtures import OtherThread
-from tests.timing import eventually
+from tests.fixtures import OtherThread, in_memory
+from tests.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
 SIGNALS = [
@@ -121,6 +135,87 @@ def test_stuck_locks(
     assert report() == [died]
 
 
+def enter(lock: Lock) -> None:
+    """Take a lock in the block form."""
+    with suppress(LockTimeout), lock:
+        raise AssertionError
+
+
+async def aenter(lock: Lock) -> None:
+    """Take a lock in the async block form."""
+    with suppress(LockTimeout):
+        async with lock:
+            raise AssertionError
+
+
+def as_view(lock: Lock) -> None:
+    """Answer 423."""
+    request = RequestFactory().get("/")
+    assert lock(lambda request: None)(request).status_code == 423
+
+
+def as_row(lock: Lock, **options: Any) -> None:
+    """Ask for the row instead."""
+    with (
+        suppress(LockTimeout),
+        transaction_lock(lock.key, **options) as row,
+    ):
+        assert row is None
+
+
+def enough(error: LockTimeout) -> str:
+    """Make do without."""
+    return error.holder
+
+
+GOING_WITHOUT: dict[str, Callable[[Lock], Any]] = {
+    "with": enter,
+    "async with": async_to_sync(aenter),
+    "function": lambda lock: lock(print)(),
+    "skip": lambda lock: replace(lock, on_locked="skip")(print)(),
+    "callable": lambda lock: replace(lock, on_locked=enough)(print)(),
+    "view": as_view,
+    "row": partial(as_row, timeout=0.2),
+    "row at once": partial(as_row, nowait=True),
+    "row skipped": partial(as_row, skip_locked=True),
+    "run_locked": lambda lock: call_command(
+        "run_locked", lock.key, "--skip-if-locked", "--", "true"
+    ),
+}
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("go", GOING_WITHOUT.values(), ids=GOING_WITHOUT)
+def test_going_without(
+    committed: None, key: str, caplog: pytest.LogCaptureFixture, go: Any
+) -> None:
+    """Whoever goes without the lock leaves one line, which says who had it."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one thread's connection")
+    caplog.set_level(logging.INFO, logger="dblocks")
+    with hold_elsewhere(key, note="the night's import"), suppress(LockTimeout):
+        go(distributed_lock(key, timeout=0.2))
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "INFO" and record.name == "dblocks"
+    ]
+    assert line.startswith(f"timed out key={key!r} holder=")
+    assert f"pid {os.getpid()}" in line
+    assert 'note="the night\'s import"' in line
+    assert 0 <= float(line.rpartition("waited=")[2]) < 0.2 + SLACK
+
+
+def test_trying_in_vain(
+    lock: Locks, backend: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever only tries knows what it means that it was in vain."""
+    caplog.set_level(logging.INFO, logger="dblocks")
+    with hold_elsewhere(key, backend=backend):
+        assert lock().try_acquire() is None
+    assert not caplog.records
+
+
 @pytest.mark.database_backend
 def test_lines_for_people(
     lock: Locks,
@@ -133,6 +228,8 @@ def test_lines_for_people(
     caplog.set_level(logging.DEBUG, logger="dblocks")
     lease = other.do(acquire, lease=30)
     lock().try_acquire(timeout=1.2)
+    with suppress(LockTimeout):
+        lock().acquire(timeout=0)
     lease.release()
     acquire()
     DistributedLock.objects.force_release(key)

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.auth.decorators import login_required
+from django.contrib.auth.models import User
+from django.contrib.sessions.models import Session
 from django.db import connection
 from django.http import FileResponse, HttpRequest, HttpResponse, StreamingHttpResponse
 from django.template.response import TemplateResponse
 from django.test import RequestFactory
+from django.test.utils import CaptureQueriesContext
 from django.urls import ResolverMatch
 from django.utils.decorators import method_decorator
 from django.views import View
@@ -30,6 +33,7 @@ from dblocks import transaction_lock as row_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.fixtures import OtherThread
+from tests.testapp.models import Account
 from tests.web import Site, use_template
 
 NOTE = "a note that is nobody's business"
@@ -50,7 +54,7 @@ def lock(key: str) -> Callable[..., Any]:
     """Make locks on the test's key that don't wait."""
 
     def make(**options: Any) -> Any:
-        return distributed_lock(key, **{"timeout": 0, **options})
+        return distributed_lock(**{"key": key, "timeout": 0, **options})
 
     return make
 
@@ -827,6 +831,183 @@ def test_no_late_work(site: Site, settings: Any, lock: Any, make: Any) -> None:
     settings.DEBUG = True
     use_template(settings, "page")
     assert warned_by(site, make(lock())) == []
+
+
+# The session
+
+
+def changes_session(request: HttpRequest) -> Any:
+    """Count in the session."""
+    request.session["n"] = request.session.get("n", 0) + 1
+    return HttpResponse("counted")
+
+
+def saves_session(request: HttpRequest) -> Any:
+    """Count in the session, and save it under the lock."""
+    response = changes_session(request)
+    request.session.save()
+    request.session.modified = False
+    return response
+
+
+def reads_session(request: HttpRequest) -> Any:
+    """Look at the session."""
+    return HttpResponse(str(request.session.get("n")))
+
+
+def session_changed_above(view: Any) -> Any:
+    """Change the session before the lock is taken."""
+
+    def outer(request: HttpRequest) -> Any:
+        changes_session(request)
+        return view(request)
+
+    return outer
+
+
+SESSION = "django.contrib.sessions.middleware.SessionMiddleware"
+SIGNED_COOKIES = "django.contrib.sessions.backends.signed_cookies"
+FORMS: dict[str, Callable[[str], Any]] = {
+    "lease": lambda key: distributed_lock(key, timeout=0),
+    "row": lambda key: row_lock(key, timeout=0),
+}
+
+
+@pytest.fixture
+def sessions(site: Site, settings: Any) -> None:
+    """Give visitors sessions, without a table, in debug mode."""
+    settings.DEBUG = True
+    settings.MIDDLEWARE = [SESSION]
+    settings.SESSION_ENGINE = SIGNED_COOKIES
+
+
+async def achanges_session(request: HttpRequest) -> Any:
+    """Count in the session, asynchronously."""
+    return changes_session(request)
+
+
+class ChangesSession(View):
+    """Counts in the session, as a class."""
+
+    def get(self, request: HttpRequest) -> Any:
+        """Do it."""
+        return changes_session(request)
+
+
+def api_changes_session(request: Any) -> Response:
+    """Count in the session, for the REST framework."""
+    changes_session(request)
+    return Response({})
+
+
+MODIFYING: dict[str, Callable[[Any], Any]] = {
+    "function": lambda lock: lock(changes_session),
+    "async": lambda lock: lock(achanges_session),
+    "class": lambda lock: method_decorator(lock, name="dispatch")(
+        type("Counts", (ChangesSession,), {})
+    ).as_view(),
+    "REST": lambda lock: lock(api_view(["GET"])(api_changes_session)),
+    "REST below": lambda lock: api_view(["GET"])(lock(api_changes_session)),
+}
+
+
+@pytest.mark.usefixtures("sessions")
+@pytest.mark.parametrize("make", MODIFYING.values(), ids=MODIFYING)
+def test_session_is_saved_too_late(site: Site, lock: Any, make: Any) -> None:
+    """In debug mode a view that leaves a modified session behind is warned about."""
+    (message,) = warned_by(site, make(lock()))
+    assert "session" in message
+    assert "released" in message
+
+
+@pytest.mark.usefixtures("sessions")
+def test_session_is_saved_too_late_for_a_row_lock(site: Site, key: str) -> None:
+    """The row is free by then as well."""
+    (message,) = warned_by(site, row_lock(key)(changes_session))
+    assert "changes_session" in message
+
+
+SPARING: dict[str, Callable[[Any], Any]] = {
+    "saved": lambda lock: lock(saves_session),
+    "read": lambda lock: lock(reads_session),
+    "changed above": lambda lock: session_changed_above(lock(reads_session)),
+    "undecorated": lambda lock: changes_session,
+}
+
+
+@pytest.mark.usefixtures("sessions")
+@pytest.mark.parametrize("make", SPARING.values(), ids=SPARING)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_session_is_left_alone(site: Site, key: str, make: Any, form: Any) -> None:
+    """A session that is saved under the lock, or not its view's, is no cause for it."""
+    assert warned_by(site, make(form(key))) == []
+
+
+@pytest.mark.usefixtures("sessions")
+def test_session_in_production(site: Site, settings: Any, lock: Any) -> None:
+    """Otherwise nothing is said."""
+    settings.DEBUG = False
+    assert warned_by(site, lock()(changes_session)) == []
+
+
+@pytest.mark.usefixtures("sessions")
+def test_no_sessions(site: Site, settings: Any, lock: Any) -> None:
+    """A project may have none."""
+    settings.MIDDLEWARE = []
+    assert warned_by(site, lock()(inside)) == []
+
+
+# Keys that read
+
+
+def accounts(request: HttpRequest) -> str:
+    """Make a key from data."""
+    return f"accounts:{Account.objects.count()}"
+
+
+@pytest.mark.parametrize("form", [distributed_lock, row_lock])
+@pytest.mark.parametrize(
+    "text", [accounts, "basket:{request.user.real}"], ids=["callable", "template"]
+)
+def test_key_that_reads(site: Site, settings: Any, form: Any, text: Any) -> None:
+    """In debug mode a key is warned about that is made of what a query reads."""
+    settings.DEBUG = True
+    settings.MIDDLEWARE = ["tests.web.lazily_signed_in"]
+    (message,) = warned_by(site, form(text)(inside))
+    assert "inside" in message
+    assert "SELECT" in message
+
+
+def test_note_that_reads(site: Site, settings: Any, lock: Any) -> None:
+    """A note is made before the lock is taken as well."""
+    settings.DEBUG = True
+    (message,) = warned_by(site, lock(note=accounts)(inside))
+    assert "note" in message
+
+
+def test_key_that_reads_in_production(site: Site, lock: Any) -> None:
+    """Otherwise nothing is said."""
+    assert warned_by(site, lock(key=accounts)(inside)) == []
+
+
+def test_key_of_who_asks(site: Site, settings: Any) -> None:
+    """Who is signed in, and with which session, isn't what a lock protects."""
+    settings.DEBUG = True
+    settings.MIDDLEWARE = [
+        SESSION,
+        "django.contrib.auth.middleware.AuthenticationMiddleware",
+    ]
+    user = User.objects.create_user("somebody")
+    view = distributed_lock("user:{request.user.pk}")(inside)
+    client = site.serve(view)
+    client.force_login(user)
+    try:
+        with CaptureQueriesContext(connection) as queries:
+            assert client.get("/").status_code == 200
+    finally:
+        user.delete()
+        Session.objects.all().delete()
+    assert any("auth_user" in query["sql"] for query in queries)
 
 
 # The pessimistic form

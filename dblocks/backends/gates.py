@@ -14,6 +14,8 @@ class Gate(ABC):
 
     #: Whether the caller has it.
     held = False
+    #: Whether others are told that who has it waits, and doesn't hold the key.
+    shows_waiter = False
     #: The shortest wait, in seconds, that the engine can count.
     shortest = 0.0
 
@@ -24,6 +26,10 @@ class Gate(ABC):
         Raises:
             GateClosed: It can't be had: wait without it.
         """
+
+    def show_waiter(self, waits: bool) -> None:
+        """Tell others, who count waiters, that who has it waits, or waits no more."""
+        self.shows_waiter = waits
 
     @abstractmethod
     def leave(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 
-from .. import clock, validation
+from .. import clock, forks, validation
 from ..signals import announce_force_release
 from .base import BaseBackend
 from .messages import warning
@@ -58,7 +57,7 @@ def _after_fork_in_child() -> None:
         table.mutex = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.in_child(_after_fork_in_child)
 
 
 class LocMemBackend(BaseBackend):

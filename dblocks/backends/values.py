@@ -111,6 +111,20 @@ class Reading:
         return self.version == grant.version + 1 and self.acquired_at is None
 
 
+class Waiters(NamedTuple):
+    """Who waits for a key.
+
+    Attributes:
+        number: How many; ``None`` where the engine doesn't know.
+        since: Since when the first of them waits, where that is known.
+        names: Who they are, for people, as far as that is known.
+    """
+
+    number: int | None = None
+    since: datetime | None = None
+    names: tuple[str, ...] = ()
+
+
 class Renewal(NamedTuple):
     """A grant to be extended."""
 

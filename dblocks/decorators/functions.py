@@ -9,11 +9,13 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
+from django.conf import settings
 from django.http import HttpRequest
 
 from ..exceptions import LockTimeout
 from ..validation import UNSET
 from . import views
+from .debugging import LateWork, queries_seen, warn_of_queries
 from .decoratable import check_decoratable, is_async, name_of
 from .requests import OwnTransactions, RequestTransactions
 from .templates import Args, CallTexts, Kwargs, function_note
@@ -78,6 +80,15 @@ class _Calls:
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         """Run a sync function, or begin to run an async class-based view."""
         raise NotImplementedError
+
+    def make_texts(self, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+        """Return the key and the note of a call."""
+        if not settings.DEBUG:
+            return self.texts.make(args, kwargs)
+        with queries_seen() as queries:
+            made = self.texts.make(args, kwargs)
+        warn_of_queries(queries, self.name)
+        return made
 
     def refuse_async(self) -> None:
         """Raise if async code were to run in a transaction."""
@@ -162,10 +173,11 @@ class LeaseCalls(_Calls):
             lease = lock.acquire(self.timeout)
         except LockTimeout as error:
             return self._locked_out(error, args, kwargs, of_view)
+        late = LateWork.of(of_view, self.name)
         with lease, under(lease):
             response = self.function(*args, **kwargs)
-        if of_view is not None:
-            views.warn_of_late_work(response, self.name)
+        if late is not None:
+            late.warn(response)
         return response
 
     async def arun(
@@ -184,16 +196,17 @@ class LeaseCalls(_Calls):
             locked_out = sync_to_async(self._locked_out)
             answer = await locked_out(error, args, kwargs, of_view)
             return await answer if inspect.isawaitable(answer) else answer
+        late = LateWork.of(of_view, self.name)
         async with lease:
             response = await self.function(*args, **kwargs)
-        if of_view is not None:
-            views.warn_of_late_work(response, self.name)
+        if late is not None:
+            late.warn(response)
         return response
 
     def _lock_for(
         self, args: Args, kwargs: Kwargs, of_view: HttpRequest | None
     ) -> Lock:
-        key, note = self.texts.make(args, kwargs)
+        key, note = self.make_texts(args, kwargs)
         if not self.lock.note:
             note = views.view_note(of_view) or self._default_note
         return self.lock.for_call(key, note)
@@ -229,7 +242,7 @@ class RowCalls(_Calls):
             self.skip = "skip_locked=True"
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
-        lock = self.lock.with_key(self.texts.make(args, kwargs)[0])
+        lock = self.lock.with_key(self.make_texts(args, kwargs)[0])
         request, of_view = self.requests(args)
         if request is not None and views.is_async_view(self.function, args):
             self.refuse_async()
@@ -240,4 +253,10 @@ class RowCalls(_Calls):
                 if of_view is None:
                     raise
                 return views.locked_response(of_view, error)
-            return None if row is None else self.function(*args, **kwargs)
+            if row is None:
+                return None
+            late = LateWork.of(of_view, self.name)
+            response = self.function(*args, **kwargs)
+        if late is not None:
+            late.warn(response)
+        return response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 from django.http import HttpRequest
 
+from ..advice import warn
 from ..backends.database.transactions import in_transaction
 from .views import django_request
 
@@ -96,14 +96,12 @@ class RequestTransactions:
         """Warn if Django began the request's transaction before the lock was taken."""
         late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
         if late and not self.opened:
-            warnings.warn(
+            warn(
                 f"{name}: ATOMIC_REQUESTS began the transaction on {late[0]!r} before "
                 f"the lock is taken. The lock is kept until that transaction ends, but "
                 f"what was read before may be old, and the commit isn't guarded. "
                 f"Decorate the whole view (for a class method_decorator(…, "
-                f'name="dispatch")).',
-                RuntimeWarning,
-                stacklevel=5,
+                f'name="dispatch")).'
             )
 
 

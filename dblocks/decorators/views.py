@@ -1,19 +1,17 @@
-"""What is special about views: whose request, what 423 looks like, late work."""
+"""What is special about views: whose request, what 423 looks like."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
 from types import MethodType
 from typing import Any
 
-from django.conf import settings
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template import TemplateDoesNotExist, loader
 from django.utils.cache import add_never_cache_headers
 from django.utils.translation import ngettext
@@ -129,20 +127,3 @@ def _layers(target: Any) -> Iterator[Any]:
             target = getattr(target, "__wrapped__", None)
         else:
             target = type(target).__call__
-
-
-def warn_of_late_work(response: object, name: str) -> None:
-    """In debug mode, warn of a response whose work is still to be done."""
-    if not settings.DEBUG or not isinstance(response, HttpResponseBase):
-        return
-    # REST framework's responses are rendered late too, from data that are there.
-    template = getattr(response, "template_name", None)
-    unrendered = template is not None and not getattr(response, "is_rendered", True)
-    if response.streaming or unrendered:
-        warnings.warn(
-            f"{name}: this response is {'rendered' if unrendered else 'streamed'} "
-            f"after the view has returned and its lock is released. Do the work that "
-            f"the lock protects in the view itself.",
-            RuntimeWarning,
-            stacklevel=5,
-        )

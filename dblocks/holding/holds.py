@@ -6,7 +6,6 @@ nothing leads out of those. What looks at it changes nothing.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from .. import clock
+from .. import clock, forks
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
 from ..backends.values import FOREVER, Grant, Granted, Renewal
@@ -417,4 +416,4 @@ class Registry:
 
 
 registry = Registry()
-os.register_at_fork(after_in_child=registry.after_fork_in_child)
+forks.in_child(registry.after_fork_in_child)

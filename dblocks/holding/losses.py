@@ -7,7 +7,6 @@ likes: it keeps no deadline waiting, no renewal, and no other lease's news.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from .. import clock
+from .. import clock, forks
 from ..signals import lock_lost
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dblocks")
 
 pending: deque[Callable[[], object]] = deque()
-os.register_at_fork(after_in_child=pending.clear)
+forks.in_child(pending.clear)
 
 
 def tell(hold: Hold, reason: str) -> None:

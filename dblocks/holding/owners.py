@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from asgiref.sync import SyncToAsync
 
+from .. import forks
+
 if TYPE_CHECKING:
     from ..leases import Lease
 
@@ -126,4 +128,4 @@ def _forget_after_fork() -> None:
     _tasks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+forks.in_child(_forget_after_fork)

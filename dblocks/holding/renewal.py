@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import queue
 import threading
 import weakref
@@ -21,7 +20,7 @@ from functools import partial
 
 from django.db import connections
 
-from .. import clock
+from .. import clock, forks
 from ..backends.base import BaseBackend, Renewer
 from ..backends.values import Renewed
 from . import losses
@@ -252,4 +251,4 @@ def _soon(hold: Hold) -> float:
 
 
 scheduler = RenewalScheduler()
-os.register_at_fork(after_in_child=scheduler.__init__)  # type: ignore[misc]
+forks.in_child(scheduler.__init__)  # type: ignore[misc]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from typing import Any
 
 from ..backends.values import Reading
@@ -15,9 +16,11 @@ COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INF
 """Django's name for the style of each state."""
 
 _COLUMNS = ("KEY", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
-_SHRINKING = tuple(map(_COLUMNS.index, ("KEY", "HOLDER", "NOTE")))
+_SHARES = {"KEY": 2, "HOLDER": 1, "NOTE": 1}
+"""The columns that shrink, and which part of the space that is left each gets."""
 _LEAST = 8
 """The narrowest that a shrinking column gets."""
+_EMPTY = "-"
 
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
@@ -62,19 +65,31 @@ def aligned(facts: Mapping[str, object]) -> list[str]:
 def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | None]]:
     """Return the lines of a table, each with its lock's state, cut to a width.
 
-    The widest of key, holder and note shrinks first.
+    Where it is too wide, columns without a value are left out; then holder and note
+    shrink, and the key half as much.
     """
-    cells = [list(_COLUMNS), *map(_cells, locks)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    spare = width - 2 * (len(widths) - 1)
-    while sum(widths) > spare:
-        widest = max(_SHRINKING, key=lambda number: widths[number])
-        if widths[widest] <= _LEAST:
+    columns = {
+        name: [name, *column]
+        for name, *column in zip(_COLUMNS, *map(_cells, locks), strict=True)
+    }
+    widths = {name: max(map(_width, column)) for name, column in columns.items()}
+    if locks and _total(widths) > width:
+        for name, column in columns.items():
+            if set(column[1:]) == {_EMPTY}:
+                del widths[name]
+    while _total(widths) > width:
+        wide = [name for name in _SHARES if widths.get(name, 0) > _LEAST]
+        if not wide:
             break
-        widths[widest] -= 1
-    lines = ["  ".join(map(_fit, line, widths)).rstrip() for line in cells]
+        widths[max(wide, key=lambda name: widths[name] / _SHARES[name])] -= 1
+    fitted = [[_fit(text, widths[name]) for text in columns[name]] for name in widths]
+    lines = ["  ".join(line).rstrip() for line in zip(*fitted, strict=True)]
     states = [None, *(lock["state"] for lock in locks)]
     return list(zip(lines, states, strict=True))
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
 def _cells(lock: dict[str, Any]) -> list[str]:
@@ -87,18 +102,32 @@ def _cells(lock: dict[str, Any]) -> list[str]:
 
 
 def _fit(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else text[: width - 1] + "…"
+    if _width(text) > width:
+        kept = takewhile(lambda end: _width(text[:end]) < width, count(1))
+        text = text[: max(kept, default=0)] + "…"
+    return text + " " * (width - _width(text))
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+def _columns(character: str) -> int:
+    if unicodedata.category(character) in {"Mn", "Me"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _text(value: object) -> str:
     """Return a value without control characters, which would steer the terminal."""
-    text = "-" if value in (None, "") else str(value)
+    text = _EMPTY if value in (None, "") else str(value)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _duration(value: float | None) -> str:
     if value is None:
-        return "-"
+        return _EMPTY
     for (unit, size), (smaller, part) in pairwise(_UNITS):
         if value >= size:
             whole, rest = divmod(int(value), size)

@@ -6,3 +6,9 @@ until then a signal or a lost lease can prevent the command from running at all.
 *sentinel* ends the group when the supervisor can't: at once if the supervisor has died,
 at the lease's end if it is stopped.
 """
+
+from __future__ import annotations
+
+# Where there is none, as on Windows, there are no process groups either: nothing of
+# this package can be imported.
+import termios  # noqa: F401

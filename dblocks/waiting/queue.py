@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 
-from .. import clock
+from .. import clock, forks
 from ..backends.base import BaseBackend
 from ..backends.values import Reading
 from ..holding.holds import registry
@@ -180,4 +179,4 @@ class WaitQueues:
 
 queues = WaitQueues()
 registry.freed = queues.freed
-os.register_at_fork(after_in_child=queues.__init__)  # type: ignore[misc]
+forks.in_child(queues.__init__)  # type: ignore[misc]

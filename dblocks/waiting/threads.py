@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Generic, TypeVar
 from asgiref.sync import sync_to_async
 from django.db import connections
 
+from .. import forks
 from ..backends.base import BaseBackend
 from ..backends.database.connections import run_apart
 
@@ -61,7 +61,7 @@ class _Worker(threading.Thread):
 
 
 _idle: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=_idle.clear)
+forks.in_child(_idle.clear)
 
 
 def _start(call: Callable[[], object]) -> None:

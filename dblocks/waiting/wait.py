@@ -27,6 +27,9 @@ logger = logging.getLogger("dblocks")
 MAX_PAUSE = 5.0
 """Seconds after which a waiter looks whether it is first."""
 
+COUNTED = 0.25
+"""Seconds after which the first of a queue says that it waits, to be counted."""
+
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
 
@@ -140,6 +143,8 @@ class _Wait:
             gate = await self.place.call(partial(self.backend.gate, self.key))
         try:
             found = await self._look(queue, seen, gate)
+            if gate is not None and gate.shows_waiter and isinstance(found, Hold):
+                await self.place.call(partial(gate.show_waiter, False))
             if isinstance(found, Hold) and found.keep_gate(gate):
                 gate = None
             return found
@@ -217,7 +222,10 @@ class _Wait:
             if wait >= gate.shortest:
                 await self.place.call(partial(gate.enter, wait))
                 return _is_held(gate) and clock.monotonic() - now > LOOK_EVERY
-        seconds = pause(self.backend, known_for, alone=_is_held(gate))
+        alone = _is_held(gate)
+        if gate and alone and known_for > COUNTED and not gate.shows_waiter:
+            await self.place.call(partial(gate.show_waiter, True))
+        seconds = pause(self.backend, known_for, alone=alone)
         return await self.place.pause(self.waiter, min(seconds, limit))
 
     def _timed_out(self, seen: Reading) -> Reading:

@@ -58,7 +58,7 @@ class DatabaseChecks(BaseBackend):
                 yield warning(
                     "W001",
                     f"The lock table is missing in the database {connection.alias!r}.",
-                    "Run manage.py migrate.",
+                    f"Run manage.py migrate dblocks --database {connection.alias}.",
                 )
                 return
             yield from dialects.of(connection).findings(connection)
@@ -66,5 +66,6 @@ class DatabaseChecks(BaseBackend):
             yield warning(
                 "W001",
                 f"The lock table in {self.using!r} can't be read: {error}",
-                "See that the database can be reached, and run migrate.",
+                f"See that the database can be reached, and run manage.py migrate "
+                f"dblocks --database {self.using}.",
             )

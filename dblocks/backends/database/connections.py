@@ -23,6 +23,7 @@ from django.db import DatabaseError, Error, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
+from ... import forks
 from . import dialects, transactions
 
 logger = logging.getLogger("dblocks")
@@ -325,4 +326,4 @@ def _after_fork_in_child() -> None:
             _thread.unusable[connection.alias] = connection.connection
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.in_child(_after_fork_in_child)

@@ -24,6 +24,7 @@ from contextlib import suppress
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
+from ... import forks
 from ..gates import Gate, GateClosed
 from .dialects.base import digest
 
@@ -244,4 +245,4 @@ def _forget_after_fork() -> None:
         descriptor.close()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+forks.in_child(_forget_after_fork)

@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ...exceptions import LockTimeout
+from ...signals import log_timeout
 from ...validation import RowWait
 from ..values import FOREVER, Reading
 from . import dialects, table, transactions
@@ -65,12 +66,13 @@ class _Wait:
 
     def refuse(self, seen: Reading | None) -> None:
         """Raise that the key stayed taken, unless it is to be passed over."""
+        error = self.timed_out(seen)
         if not self.how.skip:
-            raise self.timed_out(seen)
+            raise error
 
     def timed_out(self, seen: Reading | None) -> LockTimeout:
         leased = seen if seen is not None and seen.remaining > 0 else Reading()
-        return LockTimeout(
+        error = LockTimeout(
             self.key,
             timeout=self.how.timeout,
             holder=leased.holder,
@@ -78,6 +80,8 @@ class _Wait:
             acquired_at=leased.acquired_at,
             retry_after=leased.remaining,
         )
+        log_timeout(error, time.monotonic() - self.started)
+        return error
 
 
 def lock_row(using: str, key: str, how: RowWait) -> Any:

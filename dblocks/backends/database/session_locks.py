@@ -23,6 +23,7 @@ from contextlib import suppress
 from django.db import DatabaseError, InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
+from ... import forks
 from ..gates import Gate, GateClosed
 from . import dialects, transactions
 from .connections import close, separate_connection
@@ -103,7 +104,7 @@ class Connections:
 
 
 pool = Connections()
-os.register_at_fork(after_in_child=pool.__init__)  # type: ignore[misc]
+forks.in_child(pool.__init__)  # type: ignore[misc]
 
 
 _without: set[str] = set()
@@ -124,7 +125,6 @@ def available(connection: Connection) -> bool:
 def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
     """Return how many sessions queue for each key; nothing if nobody is known to.
 
-    The first of each queue, who has the gate and looks at the row, is not counted.
     On MySQL and MariaDB sessions of other users count only for who may see them.
     """
     if not available(connection):
@@ -134,7 +134,20 @@ def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
         cursor.execute(dialect.queues)
         lengths = dict(cursor.fetchall())
     names = {key: dialect.session_lock_name(connection, key) for key in keys}
-    return {key: lengths[name] for key, name in names.items() if name in lengths}
+    # The first of a queue has the gate; so may the holder of the key.
+    firsts = {key: dialect.session_lock_name(connection, key + _FIRST) for key in names}
+    taken = dialect.taken_session_locks(connection, list(firsts.values()))
+    counts = {
+        key: lengths.get(name, 0) + (firsts[key] in taken)
+        for key, name in names.items()
+    }
+    return {key: count for key, count in counts.items() if count}
+
+
+_FIRST = "\0first"
+"""With this behind a key, the name of a session lock whose holder waits for the key.
+
+No key has a NUL."""
 
 
 class SessionLock(Gate):
@@ -168,6 +181,22 @@ class SessionLock(Gate):
                 pool.drop(connection)
             logger.debug("no gate key=%r error=%s", self._key, error)
             raise GateClosed from error
+
+    def show_waiter(self, waits: bool) -> None:
+        with self._mutex:
+            if not self._left and self._connection is not None:
+                self._show_waiter(self._connection, waits)
+        if self._left:
+            self.leave()
+
+    def _show_waiter(self, connection: Connection, waits: bool) -> None:
+        dialect = dialects.of(connection)
+        name = dialect.session_lock_name(connection, self._key + _FIRST)
+        do = dialect.try_session_lock if waits else dialect.free_session_lock
+        # Without its session there is no gate either, as its next use finds out.
+        with suppress(DatabaseError, InterfaceError):
+            dialects.ask(connection, do, [name])
+        self.shows_waiter = waits
 
     def leave(self) -> None:
         self._left = True

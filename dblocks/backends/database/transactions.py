@@ -7,7 +7,6 @@ every transaction begins and ends; it is wrapped once, when the app is ready.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
+from ... import forks
 from ...exceptions import LockError
 from . import dialects
 
@@ -36,7 +36,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-os.register_at_fork(after_in_child=_thread.__init__)  # type: ignore[misc]
+forks.in_child(_thread.__init__)  # type: ignore[misc]
 
 _test_cases: weakref.WeakSet[Connection] = weakref.WeakSet()
 """The connections on which a ``TestCase`` has begun a transaction."""

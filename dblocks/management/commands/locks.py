@@ -28,7 +28,7 @@ from ..statuses import bad_usage, checked, database_failure, find_backend
 WATCH_EVERY = 2.0
 JSON = {
     **FLAG,
-    "help": "Write JSON, as docs/operators.md describes it. Default: for people.",
+    "help": "Write JSON, of fields that stay as they are. Default: for people.",
 }
 
 
@@ -177,9 +177,10 @@ exit status:
         yes: bool,
         **options: Any,
     ) -> None:
-        """Force the release of a lock. Its holder isn't stopped.
+        """Force the release of a lock.
 
-        It finds out at its next renewal or guard.
+        Its holder finds out at its next renewal or guard. Only a command under
+        run_locked is ended then.
         """
         row = self._find(key)
         if row.state == FREE:
@@ -214,8 +215,8 @@ exit status:
         lines = [f"The lock {row.key!r}:", *(f"  {line}" for line in facts)]
         if row.state == HELD:
             lines.append(
-                "This doesn't stop its holder. Until the holder finds out, at its next "
-                "renewal or guard, two may be at work."
+                "Until the holder finds out, at its next renewal or guard, two may be "
+                "at work. Only a command under run_locked is ended then."
             )
         lines.append("Release it? [y/N] ")
         self.stderr.write("\n".join(lines), style_func=str, ending="")
@@ -324,7 +325,8 @@ def _add_common_arguments(verb: CommandParser) -> None:
         type=int,
         choices=[0, 1, 2, 3],
         default=unset,
-        help="0: silent but for JSON; 1: the default; 2 and 3: more.",
+        help="0: nothing but JSON, errors and the question before a release; 1: the "
+        "default; 2 and 3: more.",
     )
     for name in ("--settings", "--pythonpath"):
         verb.add_argument(name, default=unset, help=unset)

@@ -11,16 +11,13 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 
 from ...backends.values import Reading
 from ...exceptions import LockError
 from ...holding import owners
 from ...leases import Lease
-from ...supervision.sentinel import now
-from ...supervision.signals import Signals
-from ...supervision.supervisor import Supervisor, loss
 from ...waiting import queue
 from ...waiting.steps import InThread, run
 from ...waiting.wait import get_in, give_back
@@ -29,6 +26,15 @@ from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
 from ..rendering import holder_of
 from ..run_plan import Plan
+
+try:
+    from ...supervision.sentinel import now
+    from ...supervision.signals import Signals
+    from ...supervision.supervisor import Supervisor, loss
+except ImportError:
+    can_supervise = False
+else:
+    can_supervise = True
 
 T = TypeVar("T")
 
@@ -90,6 +96,13 @@ exit status:
         lost_exit_code: int,
         **options: Any,
     ) -> None:
+        if not can_supervise:
+            raise CommandError(
+                "run_locked needs process groups, which this system doesn't have: it "
+                "runs on Linux, macOS and other systems of the Unix family; nothing "
+                "was run",
+                returncode=statuses.UNAVAILABLE,
+            )
         self.verbosity = verbosity
         self.from_command_line = getattr(self, "_called_from_command_line", False)
         plan = run_plan.make_plan(**options, from_command_line=self.from_command_line)
@@ -223,6 +236,7 @@ class Waiter(InThread):
             return None
         if isinstance(found, Reading):
             self.reading = found
+            self._plan.lock._timed_out(attempt, found)
             return None
         if self.called_off.is_set():
             give_back(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -167,10 +167,15 @@ class Dialect:
 
     #: Waits so many seconds for a session lock of that name; whether it was had.
     take_session_lock: Callable[[Connection, str | int, float], bool]
+    #: Tries to take a session lock of that name, without waiting, and frees it.
+    try_session_lock: str
+    free_session_lock: str
     #: Frees all of the session's: a wait that timed out may have been granted as well.
     free_session_locks: str
     #: Who waits for session locks: their names and numbers of waiters.
     queues: str
+    #: Those of some names of session locks that somebody has.
+    taken_session_locks: Callable[[Connection, Sequence[str | int]], set[str | int]]
     #: Tries a native lock that needs no table; it ends with the connection.
     try_migration_lock: Callable[[Connection], bool]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
 from .base import TABLE, Dialect, ask, digest
+
+NAMES_AT_ONCE = 500
+"""Session locks that one statement asks for."""
 
 
 class MySQL(Dialect):
@@ -112,11 +115,24 @@ class MySQL(Dialect):
         database = digest("migrate", str(connection.settings_dict["NAME"])).hex()
         return self.take_session_lock(connection, f"dblocks{database[:40]}", 0)
 
+    try_session_lock = "SELECT GET_LOCK(%s, 0)"
+    free_session_lock = "SELECT RELEASE_LOCK(%s)"
     free_session_locks = "SELECT RELEASE_ALL_LOCKS()"
     queues = (
         "SELECT REGEXP_SUBSTR(info, 'dblocks:[0-9a-f]{40}'), COUNT(*) "
         "FROM information_schema.processlist WHERE state = 'User lock' GROUP BY 1"
     )
+
+    def taken_session_locks(
+        self, connection: Connection, names: Sequence[str | int]
+    ) -> set[str | int]:
+        taken: set[str | int] = set()
+        for start in range(0, len(names), NAMES_AT_ONCE):
+            batch = names[start : start + NAMES_AT_ONCE]
+            asked = ", ".join(["IS_USED_LOCK(%s)"] * len(batch))
+            sessions = ask(connection, f"SELECT {asked}", batch)
+            taken |= {n for n, session in zip(batch, sessions, strict=True) if session}
+        return taken
 
     def limited(self, sql: str, seconds: float) -> str:
         """A ``SELECT`` that waits for no longer, in fractions of a second."""

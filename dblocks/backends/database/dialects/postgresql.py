@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,12 +176,22 @@ class PostgreSQL(Dialect):
             ask(connection, "SELECT pg_try_advisory_xact_lock(%s)", [number])[0]
         )
 
+    try_session_lock = "SELECT pg_try_advisory_lock(%s)"
+    free_session_lock = "SELECT pg_advisory_unlock(%s)"
     free_session_locks = "SELECT pg_advisory_unlock_all()"
-    queues = (
+    _advisory_locks = (
         "SELECT (classid::bigint << 32) | objid::bigint, COUNT(*) FROM pg_locks "
-        "WHERE locktype = 'advisory' AND objsubid = 1 AND NOT granted AND database = "
+        "WHERE locktype = 'advisory' AND objsubid = 1 AND {} AND database = "
         "(SELECT oid FROM pg_database WHERE datname = CURRENT_DATABASE()) GROUP BY 1"
-    )
+    ).format
+    queues = _advisory_locks("NOT granted")
+
+    def taken_session_locks(
+        self, connection: Connection, names: Sequence[str | int]
+    ) -> set[str | int]:
+        with connection.cursor() as cursor:
+            cursor.execute(self._advisory_locks("granted"))
+            return {name for name, _ in cursor.fetchall()}.intersection(names)
 
     def findings(self, connection: Connection) -> Iterator[CheckMessage]:
         row = ask(
