@@ -55,14 +55,26 @@ class _Descriptor:
         # As SQLite does it for its own files beside the database.
         mode = os.stat(path).st_mode & 0o666
         self._number = os.open(path + SUFFIX, os.O_RDWR | os.O_CREAT, mode)
+        self._file = os.fstat(self._number)
         _open.add(self)
 
     @classmethod
     def take(cls, path: str) -> _Descriptor:
+        idle = _idle.setdefault(path, deque())
+        while idle:
+            with suppress(IndexError):
+                descriptor = idle.pop()
+                if descriptor.is_current():
+                    return descriptor
+                descriptor.close()
+        return cls(path)
+
+    def is_current(self) -> bool:
+        """Tell whether the file is still the one that others would open."""
         try:
-            return _idle.setdefault(path, deque()).pop()
-        except IndexError:
-            return cls(path)
+            return os.path.samestat(os.stat(self._path + SUFFIX), self._file)
+        except FileNotFoundError:
+            return False
 
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
