@@ -60,6 +60,12 @@ class LockTimeout(LockError):
             since = f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
         note = f" ({self.note})" if self.note else ""
         within = "" if self.timeout is None else f" within {self.timeout:g} s"
+        if not self.holder and not self.retry_after:
+            return (
+                f"The lock {self.key!r} was not free{within}: a transaction has its "
+                f"row, or the whole database, locked. Try again later, or wait longer "
+                f"with timeout=."
+            )
         return (
             f"The lock {self.key!r} was not free{within}: it is held{by}{since}"
             f"{note}. Its lease can end in {self.retry_after:.1f} s; try again later, "

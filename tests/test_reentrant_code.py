@@ -23,6 +23,7 @@ from tests.testapp.models import Account
 
 #: Seconds for one program in a process of its own; it ends by itself when it hangs.
 PROGRAM = 120.0
+pytestmark = pytest.mark.timeout(PROGRAM + 10)
 
 Run = Callable[..., None]
 

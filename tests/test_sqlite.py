@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, Lock, LockTimeout, transaction_lock
+from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
 from dblocks.backends.database import file_locks
 from tests.factories import AccountFactory
 from tests.fixtures import OtherThread
@@ -303,6 +304,7 @@ def test_waiters_are_served_in_order(workers: Workers, key: str) -> None:
     assert first["token"] == held["token"] + 1
     for waiter in waiters[1:]:
         waiter.tell("release")
+    for waiter in waiters[1:]:
         waiter.until_done()
 
 
@@ -421,3 +423,88 @@ def test_file_that_is_gone(lock: Locks, workers: Workers, key: str) -> None:
         assert lock().try_acquire() is None
     waiter.tell("release")
     waiter.until_done()
+
+
+# What a reader of this engine found
+
+
+@pytest.mark.usefixtures("queue")
+def test_garbage_in_the_thread_that_queues(
+    lock: Locks, workers: Workers, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection while that thread starts, of another gate too, stops nobody."""
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    start = file_locks._Asker._bootstrap_inner  # type: ignore[attr-defined]
+
+    def collect(self: Any) -> None:
+        gc.collect()
+        start(self)
+
+    monkeypatch.setattr(file_locks._Asker, "_bootstrap_inner", collect)
+    gate: Any = file_locks.gate_of(connections["default"], f"{key}:other")
+    gate.itself = gate
+    del gate
+    with takes(at_most=0.3 + SLACK):
+        assert lock().try_acquire(timeout=0.3) is None
+    holder.tell("release")
+    holder.until_done()
+
+
+def test_again_at_once_without_file_locks(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody can queue, nobody is waited for."""
+    monkeypatch.setattr(file_locks, "AVAILABLE", False)
+    with takes(at_most=SLACK):
+        for _ in range(10):
+            assert lock().acquire(timeout=0).release() is True
+
+
+def test_reading_under_two_locks(workers: Workers, key: str) -> None:
+    """A transaction that only reads commits although others have written since."""
+    account = AccountFactory()
+    reader = workers.start("read_in_atomic_block", key=key, account=account.pk)
+    reader.expect("read")
+    # Where that is possible at all beside an open transaction.
+    other = distributed_lock(f"{key}:other").try_acquire()
+    if other is not None:
+        other.release()
+    reader.tell("go on")
+    reader.expect("committed")
+    reader.until_done()
+    assert distributed_lock(key).acquire(timeout=0).release() is True
+
+
+def test_busy_key_has_no_holder(lock: Locks, workers: Workers, key: str) -> None:
+    """Where the file is busy and the key is free, no earlier holder is named."""
+    workers.start("attempt", key=key).until_done()
+    with another_writer(), pytest.raises(LockTimeout) as caught:
+        lock().acquire(timeout=0)
+    assert caught.value.holder == ""
+    assert caught.value.acquired_at is None
+
+
+def test_reentering_beside_another_writer(acquire: Leases, lock: Locks) -> None:
+    """Who has the key enters it again, whoever writes."""
+    lease = acquire()
+    with another_writer():
+        inner = lock().acquire(timeout=0)
+        assert inner.fencing_token == lease.fencing_token
+    assert inner.release() is True
+    assert lease.held
+
+
+def test_beside_one_that_keeps_readers_out(lock: Locks, key: str) -> None:
+    """Not even a look takes longer than the caller is ready to wait."""
+    lock().acquire(timeout=0).release()
+    name = connection.settings_dict["NAME"]
+    connection.close()
+    with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+        raw.execute("BEGIN EXCLUSIVE")
+        try:
+            with takes(at_most=1 + SLACK), suppress(OperationalError):
+                assert lock().try_acquire() is None
+        finally:
+            raw.execute("ROLLBACK")
+    assert lock().acquire(timeout=0).release() is True

@@ -135,6 +135,17 @@ def add_in_atomic_block(
         emit("committed")
 
 
+def read_in_atomic_block(key: str, account: int) -> None:
+    """Read a balance under ``atomic=True``, and pause."""
+    from dblocks import distributed_lock
+    from tests.testapp.models import Account
+
+    with distributed_lock(key, atomic=True):
+        emit("read", balance=Account.objects.get(pk=account).balance)
+        wait_for("go on")
+    emit("committed")
+
+
 def add_under_guard(key: str, account: int, **options: Any) -> None:
     """Add one to a balance in a transaction that ends with the guard."""
     from dblocks import LeaseLost, distributed_lock
@@ -164,6 +175,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         toil,
         count,
         add_in_atomic_block,
+        read_in_atomic_block,
         add_under_guard,
     )
 }

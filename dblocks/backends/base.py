@@ -80,6 +80,10 @@ class BaseBackend(ABC):
                 whose other holds this process can't see.
         """
 
+    def look(self, key: str, patience: float) -> Reading:
+        """:meth:`read` for one that waits for so many seconds more."""
+        return self.read(key) or Reading()
+
     @abstractmethod
     def read(self, key: str) -> Reading | None:
         """Look at a key without touching it; ``None`` when it was never taken."""

@@ -167,7 +167,8 @@ class _Wait:
                 return
 
     def _read(self) -> Reading:
-        return self.backend.read(self.key) or Reading()
+        left = self.attempt.give_up - clock.monotonic()
+        return self.backend.look(self.key, left)
 
     async def _look(
         self, queue: WaitQueue, seen: Reading, gate: Gate | None
@@ -230,6 +231,9 @@ class _Wait:
 
     def _timed_out(self, seen: Reading) -> Reading:
         attempt = self.attempt
+        if seen.remaining <= 0:
+            # What the row still says is of a holder that has released.
+            seen = Reading()
         signals.lock_timed_out.send_robust(
             sender=attempt.sender,
             key=self.key,

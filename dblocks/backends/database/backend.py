@@ -22,11 +22,18 @@ from django.db.transaction import TransactionManagementError
 
 from ...exceptions import LeaseLost
 from ..base import Renewer
-from ..gates import Gate
+from ..gates import Gate, GateClosed
 from ..values import PINNED_GRACE, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import dialects, file_locks, session_locks, table, transactions
 from .checks import DatabaseChecks
-from .connections import can_write, pin_connection, run, short_waits, warn_of_snapshot
+from .connections import (
+    can_write,
+    pin_connection,
+    reading_beside,
+    run,
+    short_waits,
+    warn_of_snapshot,
+)
 
 T = TypeVar("T")
 
@@ -80,12 +87,10 @@ class DatabaseBackend(DatabaseChecks):
         try:
             answer = self._run(self._take, request, patience=self._least(patience))
         except OperationalError as error:
-            dialect = dialects.known(connections[using])
-            if dialect.has_row_locks or not dialect.is_transient(error):
+            if not self._is_busy(error):
                 raise
             # Another's transaction has the one writer's lock, on this key perhaps.
-            seen = self._run(table.read, request.key, writes=False, patience=0.0)
-            answer = seen or Reading()
+            answer = self.look(request.key, 0.0)
         if transactions.in_test_case(connection := connections[using]):
             self._of_tests[request.key] = connection, connection.atomic_blocks[0]
         warn_of_snapshot(using)
@@ -102,13 +107,21 @@ class DatabaseBackend(DatabaseChecks):
             return table.take(connection, request)
         # Who is refused must not write. The key's gate tells without a statement that
         # nobody has it; who comes from elsewhere, or without a gate, reads first.
-        gate = file_locks.entered(connection, request.key)
+        gate = file_locks.gate_of(connection, request.key)
         try:
-            seen = None if gate else table.read(connection, request.key)
-            if seen and seen.owner != request.owner and not _is_for_anybody(seen):
+            if gate is not None and not gate.try_enter():
+                seen = table.read(connection, request.key)
+                if seen and seen.owner != request.owner and not _is_for_anybody(seen):
+                    return seen
+        except GateClosed:
+            gate = None
+        if gate is None:
+            seen = table.read(connection, request.key)
+            if seen and seen.owner != request.owner and seen.remaining > 0:
                 return seen
+        try:
             answer = table.take(connection, request)
-            if isinstance(answer, Granted):
+            if isinstance(answer, Granted) and gate is not None and gate.held:
                 answer, gate = answer._replace(gate=gate), None
             return answer
         finally:
@@ -117,13 +130,29 @@ class DatabaseBackend(DatabaseChecks):
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         least = self._least(patience)
-        return self._run(table.reenter, renewal, count, patience=least)
+        try:
+            return self._run(table.reenter, renewal, count, patience=least)
+        except OperationalError as error:
+            if not self._is_busy(error):
+                raise
+            # The key is the owner's; the row can be told of it some other time.
+            return Renewed()
 
     def _least(self, patience: float) -> float:
         return max(patience, dialects.known(connections[self.using]).patience)
 
+    def _is_busy(self, error: Exception) -> bool:
+        """Tell whether others kept SQLite from reading or writing all that time."""
+        dialect = dialects.known(connections[self.using])
+        return not dialect.has_row_locks and dialect.is_transient(error)
+
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)
+
+    def look(self, key: str, patience: float) -> Reading:
+        least = self._least(patience)
+        seen = self._run(table.read, key, writes=False, patience=least)
+        return seen or Reading()
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
@@ -207,24 +236,40 @@ class DatabaseBackend(DatabaseChecks):
         if transactions.in_test_case(connection) or (
             connection.in_atomic_block and (last or not can_pin)
         ):
-            self._verify(connection, grant)
+            self._verify(connection, grant, commits=True)
         else:
             self._verify(pin_connection(self.using), grant)
 
-    def _verify(self, connection: Connection, grant: Grant) -> None:
+    def _verify(
+        self, connection: Connection, grant: Grant, *, commits: bool = False
+    ) -> None:
+        dialect = dialects.of(connection)
+        error: DatabaseError | None = None
         try:
-            current = table.pin(connection, grant)
-        except DatabaseError as error:
-            if not dialects.of(connection).is_stale_snapshot(error):
+            if table.pin(connection, grant):
+                return
+        except DatabaseError as raised:
+            if not dialect.is_stale_snapshot(raised) and not self._is_busy(raised):
                 raise
-            current = False
-        if not current:
-            try:
+            error = raised
+        try:
+            if dialect.has_row_locks:
                 seen = self.read(grant.key)
-            except DatabaseError:
-                seen = None
-            reason = (seen and seen.reason_for(grant)) or "taken"
-            raise LeaseLost(grant.key, fencing_token=grant.version, reason=reason)
+            else:
+                with reading_beside(connection) as beside:
+                    seen = table.read(beside, grant.key)
+        except DatabaseError:
+            seen = None
+        reason = seen.reason_for(grant) if seen else "taken"
+        if not dialect.has_row_locks and error is not None and reason is None:
+            # SQLite's one writer is, or was, somebody else: this transaction, which
+            # began by reading, has written nothing and won't.
+            if commits:
+                return
+            raise error
+        raise LeaseLost(
+            grant.key, fencing_token=grant.version, reason=reason or "taken"
+        )
 
     # Tests
 

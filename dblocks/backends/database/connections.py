@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
 import weakref
@@ -128,6 +127,18 @@ def pin_connection(alias: str) -> Connection:
     return connection
 
 
+@contextmanager
+def reading_beside(connection: Connection) -> Iterator[Connection]:
+    """A connection to read on what an open transaction may not see, or not yet read."""
+    alone = transactions.in_test_case(connection) or connection.is_in_memory_db()  # type: ignore[attr-defined]
+    beside = connection if alone else separate_connection(connection.alias)
+    try:
+        yield beside
+    finally:
+        if beside is not connection:
+            close(beside)
+
+
 def can_write(alias: str) -> bool:
     """Tell whether a lock can be written beside what this thread has open."""
     connection = connections[alias]
@@ -237,7 +248,7 @@ def run(
         writes: Whether it writes; reading is possible beside a SQLite transaction.
         again: Takes its place once it may have been carried out, its answer lost.
     """
-    started = time.monotonic()
+    started, attempt = time.monotonic(), 0
     busy = _thread.busy
     while True:
         connection = _connection(alias, writes=writes)
@@ -246,7 +257,8 @@ def run(
             connection = spare = separate_connection(alias)
         busy.append(connection)
         try:
-            with dialects.of(connection).waiting(connection, patience):
+            waited = time.monotonic() - started
+            with dialects.of(connection).waiting(connection, patience, waited):
                 return operation(connection, *arguments)
         except (DatabaseError, InterfaceError) as error:
             dialect = dialects.known(connection)
@@ -264,7 +276,8 @@ def run(
                 close(spare)
             elif _thread.beside:
                 _discard_if_idle(alias, connection)
-        time.sleep(random.uniform(*dialect.pauses))
+        attempt += 1
+        time.sleep(dialect.pause(attempt))
 
 
 def _may_repeat(

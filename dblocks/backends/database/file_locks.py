@@ -19,6 +19,7 @@ import logging
 import os
 import struct
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -43,12 +44,17 @@ AVAILABLE = hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
 KEPT_IDLE = 8
 """Descriptors of a file that are kept for the next gates."""
 
+MOST_ASKERS = 64
+"""Threads of this process that queue in the kernel; further waiters do without."""
+
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, process."""
 
 
 class _Descriptor:
     """An open file description, which locks bytes for one gate at a time."""
+
+    _number = -1
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -79,10 +85,14 @@ class _Descriptor:
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
         idle = _idle.setdefault(self._path, deque())
-        if len(idle) < KEPT_IDLE:
+        if self._number >= 0 and len(idle) < KEPT_IDLE:
             idle.append(self)
         else:
             self.close()
+
+    def __del__(self) -> None:
+        # Whatever an interrupt kept from its gate is free again.
+        self.close()
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Lock a byte; whether it was had."""
@@ -109,13 +119,12 @@ class _Descriptor:
         return fcntl.fcntl(self._number, command, flock)
 
     def close(self) -> None:
-        _open.discard(self)
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
 
 
-_open: set[_Descriptor] = set()
+_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
 _idle: dict[str, deque[_Descriptor]] = {}
 
 _mutex = threading.RLock()
@@ -136,6 +145,13 @@ class _Asker(threading.Thread):
         self._descriptor = descriptor
         self._place = path, byte
         self.gate: FileLock | None = None
+
+    def give_up(self) -> None:
+        """Queue for nothing: no thread can be started."""
+        with _mutex:
+            if _askers.get(self._place) is self:
+                del _askers[self._place]
+        self._descriptor.close()
 
     def run(self) -> None:
         descriptor, (_, byte) = self._descriptor, self._place
@@ -160,30 +176,22 @@ class _Asker(threading.Thread):
             descriptor.give_back()
 
 
-def entered(connection: Connection, key: str) -> FileLock | None:
-    """Enter the gate of a key, or return ``None`` if somebody else is in its way."""
-    gate = gate_of(connection, key)
-    try:
-        return gate if gate is not None and gate.try_enter() else None
-    except GateClosed:
-        return None
-
-
 def gate_of(connection: Connection, key: str) -> FileLock | None:
     """Return the gate of a key, not yet entered, where there are such gates."""
     path = str(connection.settings_dict["NAME"])
     if not AVAILABLE or path.startswith("file:"):
         return None
-    return FileLock(os.path.abspath(path), key)
+    return FileLock(os.path.realpath(path), key)
 
 
 class FileLock(Gate):
     """A gate for one key of one database."""
 
+    _descriptor: _Descriptor | None = None
+
     def __init__(self, path: str, key: str) -> None:
         self._path = path
         self._byte = int.from_bytes(digest(path, key)[:7], "big") * 2
-        self._descriptor: _Descriptor | None = None
         self._bell = threading.Lock()
         self._bell.acquire()
 
@@ -191,25 +199,35 @@ class FileLock(Gate):
         """Enter if nobody has the key's byte and nobody queues for it."""
         try:
             descriptor = _Descriptor.take(self._path)
+            if descriptor.is_free(self._byte + 1) and descriptor.lock(self._byte):
+                self._descriptor, self.held = descriptor, True
+            else:
+                descriptor.give_back()
         except OSError as error:
             raise GateClosed from error
-        if descriptor.is_free(self._byte + 1) and descriptor.lock(self._byte):
-            self._descriptor, self.held = descriptor, True
-        else:
-            descriptor.give_back()
         return self.held
 
     def enter(self, seconds: float) -> None:
-        with _mutex:
-            if not self._asks() and not self.try_enter():
-                self._ask()
+        new = None
+        try:
+            with _mutex:
+                if not self._asks() and not self.try_enter():
+                    new = self._ask()
+            # A thread that starts may be the one to collect garbage, and with it gates.
+            if new is not None:
+                new.start()
+        except (OSError, RuntimeError) as error:
+            if new is not None and new.ident is None:
+                new.give_up()
+            raise GateClosed from error
         if not self.held:
             self._bell.acquire(timeout=seconds)
 
     def _asks(self) -> bool:
         """Tell whether a thread queues for it, be it one that is left over."""
         asker = _askers.get((self._path, self._byte))
-        if asker is None or not asker.is_alive():
+        if asker is None or (asker.gate is None and asker.ident is None):
+            # An interrupt kept it from its start.
             return False
         if asker.gate is None:
             asker.gate = self
@@ -217,14 +235,13 @@ class FileLock(Gate):
             raise GateClosed
         return True
 
-    def _ask(self) -> None:
+    def _ask(self) -> _Asker:
+        if len(_askers) >= MOST_ASKERS:
+            raise GateClosed
         asker = _Asker(_Descriptor.take(self._path), self._path, self._byte)
         asker.gate = self
         _askers[self._path, self._byte] = asker
-        try:
-            asker.start()
-        except RuntimeError as error:
-            raise GateClosed from error
+        return asker
 
     def receive(self, descriptor: _Descriptor) -> None:
         """Enter, by an asker."""
@@ -244,7 +261,11 @@ class FileLock(Gate):
             descriptor.give_back()
 
     def __del__(self) -> None:
-        self.leave()
+        # Run by the garbage collector, perhaps in a thread that the mutex waits for.
+        # Nobody queues for a gate that is forgotten: its asker would remember it.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            descriptor.close()
 
 
 def _forget_after_fork() -> None:

@@ -23,7 +23,7 @@ from ...signals import log_timeout
 from ...validation import RowWait
 from ..values import FOREVER, Reading
 from . import dialects, table, transactions
-from .connections import close, run, separate_connection
+from .connections import reading_beside, run
 from .dialects.sqlite import busy_timeout
 from .expressions import UtcNow
 
@@ -255,7 +255,7 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 
 def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
-    with _reading_beside(connection) as beside:
+    with reading_beside(connection) as beside:
         while (seen := table.read(beside, wait.key)) and seen.remaining > 0:
             if not wait.left:
                 return wait.refuse(seen)
@@ -277,18 +277,6 @@ def _take_write_lock(connection: Connection, key: str) -> Reading:
 def _row(connection: Connection, key: str) -> Any:
     transactions.note_row_lock(connection.alias, key)
     return _rows(connection).get(pk=key)
-
-
-@contextmanager
-def _reading_beside(connection: Connection) -> Iterator[Connection]:
-    """A connection to read on, so that a transaction has not read before it writes."""
-    alone = transactions.in_test_case(connection) or connection.is_in_memory_db()  # type: ignore[attr-defined]
-    beside = connection if alone else separate_connection(connection.alias)
-    try:
-        yield beside
-    finally:
-        if beside is not connection:
-            close(beside)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -37,8 +38,6 @@ class Dialect:
     #: Seconds for which a request is repeated if the database asks for that, also
     #: where the caller's wait is shorter.
     patience = 1.0
-    #: The shortest and the longest pause before it is repeated.
-    pauses = 0.005, 0.03
     #: Pruning rests that many times as long as each of its batches took.
     prune_rests = 1
     #: Moments have a time zone.
@@ -136,10 +135,17 @@ class Dialect:
         return 1.0
 
     def waiting(
-        self, connection: Connection, patience: float | None
+        self, connection: Connection, patience: float | None, waited: float
     ) -> AbstractContextManager[object]:
-        """Bound how long a statement waits for the one writer, in seconds."""
+        """Bound how long a statement waits for the one writer, in seconds.
+
+        ``waited``: how long it has been repeated by now.
+        """
         return nullcontext()
+
+    def pause(self, attempt: int) -> float:
+        """Return the seconds before the next attempt, which follows so many."""
+        return random.uniform(0.005, 0.03)
 
     def isolation(self, connection: Connection) -> str | None:
         """The configured isolation level of transactions, if it isn't the lowest."""

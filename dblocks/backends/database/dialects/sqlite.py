@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
 from .base import Dialect
+
+STARVED = 0.9
+"""Seconds for which dblocks makes way for others' reading, in a rollback journal."""
 
 
 @contextmanager
@@ -24,12 +28,18 @@ def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
         _set_busy_timeout(connection, before)
 
 
-def _journal_mode(connection: Any) -> str:
+def _has_wal(connection: Any) -> bool:
+    """Tell whether readers and the writer leave each other alone."""
     raw = connection.connection
-    known: tuple[object, str] | None = connection.__dict__.get("_dblocks_journal")
+    known: tuple[object, bool] | None = connection.__dict__.get("_dblocks_wal")
     if known is None or known[0] is not raw:
-        known = raw, raw.execute("PRAGMA journal_mode").fetchone()[0]
-        connection.__dict__["_dblocks_journal"] = known
+        try:
+            with busy_timeout(connection, 0.0):
+                mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
+        except connection.Database.OperationalError:
+            # Somebody keeps the readers out.
+            return False
+        known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
 
 
@@ -51,9 +61,6 @@ class SQLite(Dialect):
     # A try, which is to be answered within a second, waits for another writer too.
     patience = 0.5
     short_waits = {"timeout": 0}
-    # Its own wait looks ever more seldom, ten times a second in the end, and never
-    # finds the gap between two writers at work.
-    pauses = 0.001, 0.005
     # It has no queue in which the other writers would get ahead of pruning.
     prune_rests = 5
     _format = "'%%Y-%%m-%%d %%H:%%M:%%f000'"
@@ -76,16 +83,22 @@ class SQLite(Dialect):
         return max(1.0, float(connection.settings_dict["OPTIONS"].get("timeout", 5.0)))
 
     def waiting(
-        self, connection: Connection, patience: float | None
+        self, connection: Connection, patience: float | None, waited: float
     ) -> AbstractContextManager[object]:
         if connection.in_atomic_block:
             return nullcontext()
         connection.ensure_connection()
-        if _journal_mode(connection) != "wal":
+        if not _has_wal(connection):
             # A statement that waits until others have read, in order to commit, keeps
-            # them from writing: SQLite refuses that at once, and they fail.
-            return busy_timeout(connection, 0.0)
+            # them from writing: SQLite refuses that at once, and they fail. But where
+            # one reader follows the other, only such a wait ever comes to its end.
+            return busy_timeout(connection, 0.0 if waited < STARVED else 0.1)
         return nullcontext() if patience is None else busy_timeout(connection, patience)
+
+    def pause(self, attempt: int) -> float:
+        # Its own wait looks ever more seldom, ten times a second in the end, and never
+        # finds the gap between two writers at work.
+        return random.uniform(0.001, 0.005) * min(attempt, 4)
 
     def is_transient(self, error: BaseException) -> bool:
         return isinstance(error, OperationalError) and "locked" in str(error)
