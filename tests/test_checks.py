@@ -419,20 +419,21 @@ def test_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("journal", ["wal", "delete"])
 @pytest.mark.parametrize("mode", [None, "DEFERRED", "IMMEDIATE", "EXCLUSIVE"])
 def test_sqlite_as_django_leaves_it(
-    monkeypatch: pytest.MonkeyPatch, journal: str, mode: str | None
+    tmp_path: Path, journal: str, mode: str | None
 ) -> None:
     """W010: deferred transactions or a rollback journal; the hint says what to set."""
-    if connection.vendor != "sqlite" or in_memory():
+    if connection.vendor != "sqlite":
         pytest.skip("about a file of SQLite")
-    connection.ensure_connection()
-    monkeypatch.setattr(connections["default"], "transaction_mode", mode)
-    with connection.cursor() as cursor:
-        before = cursor.execute("PRAGMA journal_mode").fetchone()[0]
-        cursor.execute(f"PRAGMA journal_mode={journal}")
-        try:
-            messages = found("default", sqlite=True)
-        finally:
-            cursor.execute(f"PRAGMA journal_mode={before}")
+    file = connections["default"].copy()
+    file.settings_dict["NAME"] = str(tmp_path / "file.sqlite3")
+    file.settings_dict["OPTIONS"] = {
+        "transaction_mode": mode,
+        "init_command": f"PRAGMA journal_mode={journal}",
+    }
+    try:
+        messages = list(dialects.of(file).findings(file))
+    finally:
+        file.close()
     deferred, rollback = mode in {None, "DEFERRED"}, journal != "wal"
     if not deferred and not rollback:
         assert messages == []
@@ -443,17 +444,13 @@ def test_sqlite_as_django_leaves_it(
     assert ("journal_mode=WAL" in hint) is rollback
 
 
-@pytest.mark.parametrize("command", IN_PASSING)
-def test_sqlite_in_passing(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """W010 isn't brought up by each migrate and each test run."""
+def test_sqlite_is_checked() -> None:
+    """W010 is among what the checks of a deployment tell."""
     if connection.vendor != "sqlite" or in_memory():
         pytest.skip("about a file of SQLite")
-    connection.ensure_connection()
-    monkeypatch.setattr(connections["default"], "transaction_mode", None)
-    monkeypatch.setattr(sys, "argv", ["manage.py", command])
-    assert found("default", sqlite=True) == []
-    monkeypatch.setattr(sys, "argv", ["manage.py", "check"])
-    the_one("W010", found("default", sqlite=True))
+    asked = list(dialects.of(connection).findings(connections["default"]))
+    told = [m.id for m in found("default", sqlite=True) if m.id == "dblocks.W010"]
+    assert told == [message.id for message in asked]
 
 
 # W008 and W009

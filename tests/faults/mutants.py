@@ -382,7 +382,7 @@ MUTANTS = [
         "        self._committed = guarded\n"
         "        from .backends.database import connections as apart\n"
         "        for alias in list(apart._thread.pins):\n"
-        "            apart._unpin(alias)\n",
+        "            apart._discard(apart._thread.pins, alias)\n",
         (
             "tests/test_transaction_ends.py::TestPinApart"
             "::test_overdue_before_the_outer_commit",

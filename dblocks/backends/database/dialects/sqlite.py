@@ -114,13 +114,14 @@ class SQLite(Dialect):
                 f"SQLite {'.'.join(map(str, version))} is too old for locks.",
                 "dblocks needs SQLite 3.35 or newer (UPDATE … RETURNING).",
             )
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA journal_mode")
+            has_rollback = cursor.fetchone()[0] not in {"wal", "memory"}
         wanted = []
         if connection.transaction_mode not in {"IMMEDIATE", "EXCLUSIVE"}:
             wanted.append('"transaction_mode": "IMMEDIATE"')
-        with connection.cursor() as cursor:
-            cursor.execute("PRAGMA journal_mode")
-            if cursor.fetchone()[0] not in {"wal", "memory"}:
-                wanted.append('"init_command": "PRAGMA journal_mode=WAL"')
+        if has_rollback:
+            wanted.append('"init_command": "PRAGMA journal_mode=WAL"')
         if wanted and not connection.is_in_memory_db():
             yield warning(
                 "W010",
