@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
@@ -181,7 +182,11 @@ def gate_of(connection: Connection, key: str) -> FileLock | None:
     path = str(connection.settings_dict["NAME"])
     if not AVAILABLE or path.startswith("file:"):
         return None
-    return FileLock(os.path.realpath(path), key)
+    return FileLock(_real_path(os.path.abspath(path)), key)
+
+
+#: By any name, a file has one queue. To follow links takes longer than the lock.
+_real_path = cache(os.path.realpath)
 
 
 class FileLock(Gate):
