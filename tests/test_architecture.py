@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import dblocks
@@ -60,3 +63,32 @@ def test_size() -> None:
             if docstring is not None:
                 length -= (docstring.end_lineno or 0) - docstring.lineno + 1
             assert length <= 45, f"{name}: {node.name}"
+
+
+def imported(body: list[ast.stmt], package: str) -> Iterator[str]:
+    """Yield what statements import when they run, packages on the way included."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Try):
+            yield from imported(node.body, package)
+
+
+def test_no_circle_of_imports() -> None:
+    """No module imports one that imports it, a package's own file included."""
+    names, graph = dict[str, str](), dict[str, set[str]]()
+    for file in sources():
+        parts = ["dblocks", *Path(file).with_suffix("").parts]
+        names[".".join(parts).removesuffix(".__init__")] = file
+    for name, file in names.items():
+        package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+        body = ast.parse((PACKAGE / file).read_text()).body
+        graph[name] = {each for each in imported(body, package) if each in names}
+        graph[name] -= {name}
+    assert len(graph["dblocks.locks"]) > 5
+    # Raises CycleError, which names the modules.
+    TopologicalSorter(graph).prepare()

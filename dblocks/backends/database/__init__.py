@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from .backend import DatabaseBackend
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backend import DatabaseBackend
 
 __all__ = ["DatabaseBackend"]
+
+
+def __getattr__(name: str) -> Any:
+    # The modules of this package import it, and must not be imported by it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".backend", __name__), name)
