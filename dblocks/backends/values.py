@@ -59,7 +59,6 @@ class Request:
         forfeits: Says, once, how many holds of a grant of that owner were lost here
             and not given back.
         queued: The caller has the key's gate; otherwise it yields to those that queue.
-        at_once: The caller won't wait.
     """
 
     key: str
@@ -72,7 +71,6 @@ class Request:
     explicit: bool = False
     forfeits: Callable[[Grant], int] = lambda grant: 0
     queued: bool = False
-    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,6 @@ class Attempt(Claim):
             self.note,
             explicit=self.owner is not None,
             queued=queued,
-            at_once=self.timeout == 0,
         )
         if self.owner is not None:
             request.forfeits = partial(registry.take_forfeited, self.backend)

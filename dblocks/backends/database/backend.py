@@ -109,19 +109,17 @@ class DatabaseBackend(DatabaseChecks):
         # nobody has it; who comes from elsewhere, or without a gate, reads first.
         gate = file_locks.gate_of(connection, request.key)
         try:
-            if gate is not None and not gate.try_enter():
-                seen = table.read(connection, request.key)
-                if seen and seen.owner != request.owner and not _is_for_anybody(seen):
-                    return seen
+            entered = gate is not None and gate.try_enter()
         except GateClosed:
-            gate = None
-        if gate is None:
-            seen = table.read(connection, request.key)
-            if seen and seen.owner != request.owner and seen.remaining > 0:
-                return seen
+            gate, entered = None, False
         try:
+            if not entered:
+                seen = table.read(connection, request.key)
+                is_anothers = seen is not None and seen.owner != request.owner
+                if seen and is_anothers and not _is_free(seen, gate):
+                    return seen
             answer = table.take(connection, request)
-            if isinstance(answer, Granted) and gate is not None and gate.held:
+            if isinstance(answer, Granted) and entered:
                 answer, gate = answer._replace(gate=gate), None
             return answer
         finally:
@@ -317,13 +315,13 @@ class DatabaseBackend(DatabaseChecks):
             locks.force_release(key, by="dblocks.test", reason="cleared")
 
 
-def _is_for_anybody(seen: Reading) -> bool:
-    """Tell whether a key is free although others seem to be about to take it.
+def _is_free(seen: Reading, gate: Gate | None) -> bool:
+    """Tell whether a key is free, also of those that have its gate or queue there.
 
     They may be stopped; or it was taken from a holder that doesn't know it yet.
     """
-    forced = seen.remaining <= 0 and seen.acquired_at is None
-    return forced or seen.remaining <= -PINNED_GRACE
+    is_waited_for = gate is not None and seen.acquired_at is not None
+    return seen.remaining <= (-PINNED_GRACE if is_waited_for else 0.0)
 
 
 def _is_file(connection: Any) -> bool:

@@ -21,11 +21,17 @@ STARVED = 0.9
 @contextmanager
 def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
     """Bound how long SQLite waits for its locks, in seconds."""
-    before = _set_busy_timeout(connection, limit)
+    connection.ensure_connection()
+    # Not through Django's cursor: these are calls to the library and reach no file.
+    raw: Any = connection.connection
+    before = raw.execute("PRAGMA busy_timeout").fetchone()[0]
+    raw.execute(f"PRAGMA busy_timeout = {min(round(limit * 1000), 2**31 - 1)}")
     try:
         yield
     finally:
-        _set_busy_timeout(connection, before)
+        # A connection that was opened anew meanwhile has its own.
+        if connection.connection is raw:
+            raw.execute(f"PRAGMA busy_timeout = {before}")
 
 
 def _has_wal(connection: Any) -> bool:
@@ -41,15 +47,6 @@ def _has_wal(connection: Any) -> bool:
             return False
         known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
-
-
-def _set_busy_timeout(connection: Connection, seconds: float) -> float:
-    # Not through Django's cursor: it is a call to the library and reaches no file.
-    connection.ensure_connection()
-    raw: Any = connection.connection
-    before: float = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
-    raw.execute(f"PRAGMA busy_timeout = {min(round(seconds * 1000), 2**31 - 1)}")
-    return before
 
 
 class SQLite(Dialect):
