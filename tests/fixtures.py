@@ -211,6 +211,19 @@ def two_writers(committed: None) -> None:
         )
 
 
+def beside(settings: Any, alias: str, **changes: Any) -> str:
+    """Make a backend for a database as the default one but for changes; its alias."""
+    config = dict(connections.settings["default"])
+    options = {**config["OPTIONS"], **changes.pop("OPTIONS", {})}
+    connections.settings[alias] = {**config, **changes, "OPTIONS": options}
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {
+        "default": {"BACKEND": path},
+        alias: {"BACKEND": path, "OPTIONS": {"using": alias}},
+    }
+    return alias
+
+
 @pytest.fixture
 def live_threads() -> Callable[[], set[threading.Thread]]:
     """Return the threads that have appeared since the test began."""

@@ -12,7 +12,7 @@ from django.db import close_old_connections, connection, connections, transactio
 from dblocks import distributed_lock, transaction_lock
 from dblocks.test import hold_elsewhere
 from tests.factories import stored
-from tests.fixtures import OtherThread
+from tests.fixtures import OtherThread, beside
 from tests.timing import DEADLINE, SLACK, eventually
 
 pytestmark = [
@@ -201,15 +201,7 @@ def patient(committed: None, settings: Any) -> Iterator[Callable[..., str]]:
     """Make a backend whose database has other options; its alias."""
 
     def make(**options: Any) -> str:
-        config = dict(connections.settings["default"])
-        config["OPTIONS"] = {**config["OPTIONS"], **options}
-        connections.settings["patient"] = config
-        path = "dblocks.backends.database.DatabaseBackend"
-        settings.DBLOCKS = {
-            "default": {"BACKEND": path},
-            "patient": {"BACKEND": path, "OPTIONS": {"using": "patient"}},
-        }
-        return "patient"
+        return beside(settings, "patient", OPTIONS=options)
 
     before = sessions()
     yield make

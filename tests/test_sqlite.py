@@ -99,8 +99,20 @@ def test_waiter_leaves_the_holders_transaction_alone(
     assert account.balance == 3
 
 
-def test_who_is_refused_only_reads(lock: Locks, workers: Workers, key: str) -> None:
-    """Neither a try nor a wait that runs out writes while somebody has the key."""
+@pytest.mark.parametrize("by_the_file", [True, False])
+def test_who_is_refused_only_reads(
+    lock: Locks,
+    workers: Workers,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    by_the_file: bool,
+) -> None:
+    """Neither a try nor a wait that runs out writes while somebody has the key.
+
+    Where the system has no locks that tell, one looks before one writes.
+    """
+    if not by_the_file:
+        monkeypatch.setattr(file_locks, "AVAILABLE", False)
     holder = workers.start("hold", key=key)
     holder.expect("held")
     with only_reading():
@@ -109,6 +121,7 @@ def test_who_is_refused_only_reads(lock: Locks, workers: Workers, key: str) -> N
         lock().acquire(timeout=0.3)
     holder.tell("release")
     holder.until_done()
+    assert lock().acquire(timeout=0).release() is True
 
 
 def test_who_is_refused_in_this_process_only_reads(
@@ -386,22 +399,6 @@ def test_forked_child_keeps_no_lock(
     finally:
         os.close(writer)
         os.waitpid(child, 0)
-
-
-def test_without_file_locks(
-    lock: Locks, workers: Workers, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the system has no such locks, one looks before one writes."""
-    monkeypatch.setattr(file_locks, "AVAILABLE", False)
-    holder = workers.start("hold", key=key)
-    holder.expect("held")
-    with only_reading():
-        assert lock().try_acquire() is None
-    with only_reading(), pytest.raises(LockTimeout):
-        lock().acquire(timeout=0.3)
-    holder.tell("release")
-    holder.until_done()
-    assert lock().acquire(timeout=0).release() is True
 
 
 @pytest.mark.usefixtures("queue")

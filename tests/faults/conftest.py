@@ -21,7 +21,7 @@ from tests import services
 from tests.faults.crew import Crew
 from tests.faults.proxy import Proxy
 from tests.faults.scale import SEED
-from tests.fixtures import in_memory
+from tests.fixtures import beside, in_memory
 from tests.testapp.models import Account
 
 
@@ -100,16 +100,8 @@ def distant(proxy: Proxy, settings: Any) -> Iterator[Callable[..., str]]:
     """Make a backend whose database is reached through the proxy."""
 
     def make(**options: Any) -> str:
-        config = dict(connections.settings["default"])
-        config |= {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-        config["OPTIONS"] = {**config["OPTIONS"], **options}
-        connections.settings["distant"] = config
-        path = "dblocks.backends.database.DatabaseBackend"
-        settings.DBLOCKS = {
-            "default": {"BACKEND": path},
-            "distant": {"BACKEND": path, "OPTIONS": {"using": "distant"}},
-        }
-        return "distant"
+        place = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
+        return beside(settings, "distant", **place, OPTIONS=options)
 
     yield make
     proxy.swallow = False
