@@ -16,6 +16,8 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblocks import Lease, Lock, LockTimeout
+from dblocks.backends.values import Reading
+from dblocks.conf import backends
 from tests import asgi
 from tests.fixtures import OtherThread, in_memory
 from tests.test_ownership import run
@@ -74,6 +76,19 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     monkeypatch.setattr(BaseDatabaseWrapper, "connect", remember)
     return opened
+
+
+@pytest.fixture
+def slow(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every look at a key take half a second."""
+    kind = type(backends[backend])
+    look = kind.look
+
+    def look_slowly(*arguments: Any) -> Reading:
+        time.sleep(0.5)
+        return look(*arguments)
+
+    monkeypatch.setattr(kind, "look", look_slowly)
 
 
 class Inside:
@@ -209,6 +224,18 @@ def test_hundreds_time_out(
     assert opened.most_threads <= FEW_THREADS
     assert opened.most_connections <= FEW_CONNECTIONS
     assert not inside.entries
+
+
+def test_hundreds_time_out_at_a_slow_server(
+    lock: Locks, opened: Open, acquire: Leases, other: OtherThread, slow: None
+) -> None:
+    """Nor before the first of them has had any answer."""
+    other.do(acquire, note="the import")
+    main, _ = waiters(lock, 200, timeout=0.2)
+    results = run(main(opened, asyncio.sleep(0)))
+    assert {type(result) for result in results} == {LockTimeout}
+    assert {result.note for result in results} == {"the import"}
+    assert opened.most_threads <= FEW_THREADS
 
 
 def test_first_come_first_served(lock: Locks, acquire: Leases) -> None:

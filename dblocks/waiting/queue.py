@@ -110,8 +110,11 @@ class WaitQueue:
         self._seen, self.freed = (reading, clock.monotonic()), False
 
     def last_seen(self) -> Reading | None:
-        """Return what it said of late, with the time that is left by now."""
-        if self._seen is None:
+        """Return what it said of late, with the time that is left by now.
+
+        ``None`` if nobody knows: none has asked yet, or the key has been given back.
+        """
+        if self._seen is None or self.freed:
             return None
         reading, at = self._seen
         age = clock.monotonic() - at

@@ -30,6 +30,9 @@ MAX_PAUSE = 5.0
 COUNTED = 0.25
 """Seconds after which the first of a queue says that it waits, to be counted."""
 
+SHARED = 1.0
+"""Seconds for which one whose time is over waits for what the first is just told."""
+
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
 
@@ -125,9 +128,8 @@ class _Wait:
     async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
         """Wait to be the first of this process, then for the key."""
         attempt = self.attempt
-        await self._until_first(queue)
-        over = clock.monotonic() >= attempt.give_up
-        if seen is None and over and not queue.freed:
+        await self._until_first(queue, seen)
+        if seen is None and clock.monotonic() >= attempt.give_up:
             # Its time is over: what the first has seen holds for all.
             seen = queue.last_seen()
         if seen is None and (attempt.owner is not None or not attempt.held_here()):
@@ -152,12 +154,19 @@ class _Wait:
             if gate is not None:
                 gate.leave()
 
-    async def _until_first(self, queue: WaitQueue) -> None:
+    async def _until_first(self, queue: WaitQueue, seen: Reading | None) -> None:
+        """Wait for this one's turn, or for an answer if its time is over before."""
         explicit, give_up = self.attempt.owner, self.attempt.give_up
-        while not queue.is_first(self.waiter) and clock.monotonic() < give_up:
-            longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
+        longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
+        while not queue.is_first(self.waiter):
             left = give_up - clock.monotonic()
-            woken = await self.place.pause(self.waiter, min(left, longest))
+            if left > 0:
+                woken = await self.place.pause(self.waiter, min(left, longest))
+            elif seen or queue.last_seen() or left < -SHARED:
+                return
+            else:
+                # The first one is asking; hundreds shall not ask the same beside it.
+                woken = await self.place.pause(self.waiter, LONGEST_PAUSE)
             news = queue.last_seen()
             if news is not None and explicit is not None and news.owner == explicit:
                 # Its owner has the key meanwhile.
