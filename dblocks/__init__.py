@@ -6,10 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .distributed_locks import distributed_lock
     from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
     from .fencing import FencedModel
-    from .leases import Lease, current_lease
-    from .locks import Lock, distributed_lock
+    from .leases import Lease, Leases, current_lease
+    from .locks import Lock
     from .transaction_locks import TransactionLock, transaction_lock
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "InvalidKey",
     "Lease",
     "LeaseLost",
+    "Leases",
     "Lock",
     "LockError",
     "LockTimeout",
@@ -31,10 +33,11 @@ __all__ = [
 _MODULES = {
     "FencedModel": "fencing",
     "Lease": "leases",
+    "Leases": "leases",
     "Lock": "locks",
     "TransactionLock": "transaction_locks",
     "current_lease": "leases",
-    "distributed_lock": "locks",
+    "distributed_lock": "distributed_locks",
     "transaction_lock": "transaction_locks",
 }
 

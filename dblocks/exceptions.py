@@ -27,7 +27,8 @@ class LockTimeout(LockError):
     It never stands for a fault of the database: those stay Django's own.
 
     Attributes:
-        key: The key that was asked for.
+        key: The key that was asked for; of several, the one that stayed taken.
+        permit: The permit that will be free first, or ``None`` without permits.
         timeout: How long the caller was ready to wait, in seconds.
         holder: Who has it, for people (host, process, thread), or ``""``.
         note: The holder's note, or ``""``.
@@ -44,8 +45,10 @@ class LockTimeout(LockError):
         note: str = "",
         acquired_at: datetime | None = None,
         retry_after: float = 0.0,
+        permit: int | None = None,
     ) -> None:
         self.key = key
+        self.permit = permit
         self.timeout = timeout
         self.holder = holder
         self.note = note
@@ -66,8 +69,9 @@ class LockTimeout(LockError):
                 f"row, or the whole database, locked. Try again later, or wait longer "
                 f"with timeout=."
             )
+        held = "it is held" if self.permit is None else "all permits are held, one"
         return (
-            f"The lock {self.key!r} was not free{within}: it is held{by}{since}"
+            f"The lock {self.key!r} was not free{within}: {held}{by}{since}"
             f"{note}. Its lease can end in {self.retry_after:.1f} s; try again later, "
             f"or wait longer with timeout=."
         )

@@ -199,7 +199,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             if table.force_release(connections[self.db], key, row.version):
                 announce_force_release(
                     DistributedLock,
-                    key=key,
+                    row_key=key,
                     using=self.db,
                     owner=row.owner,
                     holder=row.holder,

@@ -3,8 +3,9 @@
 All signals are sent with ``send_robust``: a receiver that fails is logged by
 Django and can't break locking. ``sender`` is the class
 :class:`dblocks.locks.Lock`, for a force release the model. Every signal has ``key``
-(``str``) and, but for a force release, ``backend`` (the alias in ``DBLOCKS``);
-durations are seconds.
+(``str``), ``permit`` (its number, or ``None`` for a lock without permits) and, but for
+a force release, ``backend`` (the alias in ``DBLOCKS``); durations are seconds. Of
+several keys that are taken together each has signals of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 from django.dispatch import Signal
 
 from .exceptions import LockTimeout
+from .permits import apart
 
 logger = logging.getLogger("dblocks")
 
@@ -41,19 +43,22 @@ lock_force_released = Signal()
 def log_timeout(error: LockTimeout, waited: float) -> None:
     """Log, once, that somebody goes without a lock: why a job did not run."""
     logger.info(
-        "timed out key=%r holder=%s note=%r waited=%.3f",
+        "timed out key=%r holder=%s note=%r permit=%s waited=%.3f",
         error.key,
         error.holder,
         error.note,
+        error.permit,
         waited,
     )
 
 
-def announce_force_release(sender: type, **grant: object) -> None:
+def announce_force_release(sender: type, row_key: str, **grant: object) -> None:
     """Log that a grant was ended over its holder's head, and send the signal."""
+    key, permit = apart(row_key)
+    grant |= {"key": key, "permit": permit}
     logger.warning(
-        "force-released key=%(key)r owner=%(owner)s holder=%(holder)s "
-        "fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
+        "force-released key=%(key)r permit=%(permit)s owner=%(owner)s "
+        "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
         grant,
     )
     lock_force_released.send_robust(sender, **{"backend": None, "using": None, **grant})

@@ -14,18 +14,19 @@ from django.db import DatabaseError, InterfaceError
 
 from . import clock, validation
 from .conf import DEFAULT_ALIAS, backends
+from .distributed_locks import distributed_lock
 from .holding import owners
-from .holding.holds import registry
+from .holding.registry import registry
 from .holding.renewal import scheduler
-from .leases import Lease, sync_only
-from .locks import distributed_lock
+from .lease_blocks import sync_only
+from .locks import Lock
 from .validation import UNSET, Unset
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
 
 class hold_elsewhere:
-    """Somebody else holds a key for the time of the block. ::
+    """Somebody else holds a key, or several, for the time of the block. ::
 
         with hold_elsewhere("checkout", note="nightly import"):
             response = self.client.post("/checkout/")
@@ -38,14 +39,16 @@ class hold_elsewhere:
     ``async with``.
 
     Args:
-        key: What is held.
+        keys: What is held.
+        permits: How many may hold the key at a time: the holder has one of them. For
+            a key that is taken altogether, open as many blocks.
         lease: For how long without renewal; default: the backend's.
         note: The holder's note.
         backend: Alias in the setting ``DBLOCKS``.
 
     Returns:
-        On entering, the holder's :class:`~dblocks.Lease`, which can be released
-        before the block's end.
+        On entering, the holder's :class:`~dblocks.Lease` (of several keys the
+        :class:`~dblocks.Leases`), which can be released before the block's end.
 
     Raises:
         LockTimeout: On entering: the key is taken already.
@@ -53,20 +56,25 @@ class hold_elsewhere:
 
     def __init__(
         self,
-        key: str,
-        *,
+        *keys: str,
+        permits: int = 1,
         lease: float | timedelta | Unset = UNSET,
         note: str = "",
         backend: str = DEFAULT_ALIAS,
     ) -> None:
-        self._lock = distributed_lock(
-            validation.key(key), timeout=0, lease=lease, note=note, backend=backend
+        self._lock: Lock[Any] = distributed_lock(
+            *map(validation.key, keys),
+            permits=permits,
+            timeout=0,
+            lease=lease,
+            note=note,
+            backend=backend,
         )
         self._owner = owners.Owner("held elsewhere")
-        self._leases: list[Lease] = []
+        self._leases: list[Any] = []
 
     @sync_only
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Any:
         lease = self._lock._acquire_for(self._owner)
         self._leases.append(lease)
         return lease
@@ -81,7 +89,7 @@ class hold_elsewhere:
             if exc is None:
                 raise
 
-    async def __aenter__(self) -> Lease:
+    async def __aenter__(self) -> Any:
         return await sync_to_async(self.__enter__)()
 
     async def __aexit__(self, *exc_info: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ from .decorators.decoratable import is_bare
 from .decorators.functions import RowCalls
 from .exceptions import LockError
 from .holding import owners
-from .validation import UNSET, RowWait, Unset
+from .validation import UNSET, Key, RowWait, Unset
 
 if TYPE_CHECKING:
     from .models import DistributedLock
@@ -29,8 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def transaction_lock(
-    key: str | Callable[..., str],
-    *,
+    *keys: Key,
     timeout: float | timedelta | Unset | None = UNSET,
     nowait: bool = False,
     skip_locked: bool = False,
@@ -49,6 +48,8 @@ def transaction_lock(
 
         with transaction_lock("stock:7", nowait=True) as row: ...
 
+        with transaction_lock("account:1", "account:2") as rows: ...
+
     The same transaction may lock a row again; nested with a lease of the same owner on
     the same key it raises. For another transaction it waits in the database's own
     queue, for a lease by reading. What the transaction has read before may be older
@@ -56,7 +57,8 @@ def transaction_lock(
     database's write lock.
 
     Args:
-        key: As for :func:`distributed_lock`.
+        keys: As for :func:`distributed_lock`. The rows of several are locked in one
+            statement, in one order of their own, and come as a mapping by key.
         timeout: Seconds or ``timedelta`` to wait, fractions kept; ``None`` waits for
             ever. Default: setting ``TIMEOUT``, 3 s. Not with the other two.
         nowait: Raise at once when the key is taken.
@@ -73,46 +75,55 @@ def transaction_lock(
         LockError: On entering: the same owner holds a lease on the key.
         NotSupportedError: On entering: the locks are in another database, or in none.
     """
-    if timeout is UNSET and is_bare(key, sys._getframe(1)):
+    if timeout is UNSET and len(keys) == 1 and is_bare(keys[0], sys._getframe(1)):
         raise TypeError(
             "@transaction_lock is used without parentheses: write "
             '@transaction_lock("key"), or give the key as a template or a callable.'
         )
-    return TransactionLock(key, timeout, nowait, skip_locked, backend)
+    return TransactionLock(keys, timeout, nowait, skip_locked, backend)
 
 
 class TransactionLock:
     """A key whose row the database itself locks; made by ``transaction_lock()``.
 
-    A context manager that yields the row (``None`` when skipped), or a decorator. May
-    be shared by threads and used again.
+    A context manager that yields the row, of several keys a mapping from key to row
+    (``None`` when skipped), or a decorator. May be shared by threads and used again.
     """
 
     def __init__(
         self,
-        key: str | Callable[..., str],
+        keys: tuple[Key, ...],
         timeout: object,
         nowait: bool,
         skip_locked: bool,
         backend: str,
     ) -> None:
-        self.key = key if callable(key) else validation.key(key)
+        self.keys = validation.named(keys)
         self.backend = validation.text("backend", backend)
         self._wait = validation.row_wait(nowait, skip_locked, timeout)
         self._entered = threading.local()
         self._is_literal = True
+        self._is_one = len(self.keys) == 1
 
     def __repr__(self) -> str:
-        return f"<TransactionLock {self.key!r} backend={self.backend!r}>"
+        keys = ", ".join(map(repr, self.keys))
+        return f"<TransactionLock {keys} backend={self.backend!r}>"
 
-    def with_key(self, key: str) -> TransactionLock:
-        """Return the same lock for another key."""
+    @property
+    def key(self) -> Key | None:
+        """The key of a lock that has one."""
+        return self.keys[0] if self._is_one else None
+
+    def with_keys(self, keys: str | tuple[str, ...]) -> TransactionLock:
+        """Return the same lock for other keys; one is given alone."""
         lock = object.__new__(TransactionLock)
+        is_one = isinstance(keys, str)
         lock.__dict__.update(
             self.__dict__,
-            key=validation.key(key),
+            keys=(keys,) if is_one else keys,
             _entered=threading.local(),
             _is_literal=False,
+            _is_one=is_one,
         )
         return lock
 
@@ -126,21 +137,25 @@ class TransactionLock:
         decorated: F = RowCalls.decorate(self, function)
         return decorated
 
-    def __enter__(self) -> DistributedLock | None:
-        if self._is_literal and isinstance(self.key, str):
-            warn_of_template(self.key)
+    def __enter__(self) -> Any:
+        if self._is_literal:
+            for key in self.keys:
+                if isinstance(key, str):
+                    warn_of_template(key)
         block = self._block()
-        row = block.__enter__()
+        rows = block.__enter__()
         self._entered.__dict__.setdefault("blocks", []).append(block)
-        return row
+        if rows is None:
+            return None
+        return next(iter(rows.values())) if self._is_one else rows
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         block: AbstractContextManager[Any] = self._entered.blocks.pop()
         return block.__exit__(*exc_info)
 
     @contextmanager
-    def _block(self) -> Iterator[DistributedLock | None]:
-        key = validation.literal("key", self.key)
+    def _block(self) -> Iterator[dict[str, DistributedLock] | None]:
+        keys = sorted({validation.literal("key", key) for key in self.keys})
         backend = backends[self.backend]
         if not backend.has_table:
             raise NotSupportedError(
@@ -157,30 +172,32 @@ class TransactionLock:
                 f"distributed_lock with atomic=True, or open "
                 f"transaction.atomic(using={using!r}) around it."
             )
-        _refuse_nesting(using, key)
+        _refuse_nesting(using, keys)
         if in_transaction(connection):
-            yield row_locks.lock_row(using, key, wait)
+            yield row_locks.lock_rows(using, keys, wait)
         elif connection.in_atomic_block:
             # A TestCase's transaction.
             with transaction.atomic(using=using):
-                yield row_locks.lock_row(using, key, wait)
+                yield row_locks.lock_rows(using, keys, wait)
         else:
-            with row_locks.own_transaction(connection, key, wait) as row:
-                yield row
+            with row_locks.own_transaction(connection, keys, wait) as rows:
+                yield rows
 
 
 def lock_row(using: str, key: str, wait: RowWait) -> Any:
     """Lock a key's row in the current transaction; see ``objects.for_update()``."""
-    _refuse_nesting(using, key)
-    return row_locks.lock_row(using, key, wait)
+    _refuse_nesting(using, [key])
+    rows = row_locks.lock_rows(using, [key], wait)
+    return None if rows is None else rows[key]
 
 
-def _refuse_nesting(using: str, key: str) -> None:
-    """Raise if the current owner has a lease on the key: it would wait for itself."""
-    for lease in owners.current().leases(key):
-        if lease.held and lease._is_in_database(using):
-            raise LockError(
-                f"The lock {key!r} is leased by the same owner: its row can't be "
-                f"locked inside. Use one form, distributed_lock or transaction_lock, "
-                f"not both."
-            )
+def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
+    """Raise if the current owner has a lease on a key: it would wait for itself."""
+    for key in keys:
+        for lease in owners.current().leases(key):
+            if lease.held and lease._is_in_database(using):
+                raise LockError(
+                    f"The lock {key!r} is leased by the same owner: its row can't be "
+                    f"locked inside. Use one form, distributed_lock or "
+                    f"transaction_lock, not both."
+                )

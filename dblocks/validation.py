@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from .exceptions import InvalidKey
+from .permits import MAX_PERMITS, SEPARATOR, row_keys
 
 MAX_KEY = 255
+MAX_KEYS = 1000
 MAX_OWNER = 64
 MAX_NOTE = 255
 MIN_LEASE = 0.1
 MAX_LEASE = 366 * 86400.0
+
+Key = str | Callable[..., str | Iterable[str]]
+"""What is locked, or what makes that from the arguments of a decorated call."""
 
 OnLocked = Literal["raise", "skip"] | Callable[..., Any] | None
 
@@ -37,9 +43,57 @@ UNSET = Unset()
 def key(value: object) -> str:
     """Return the name of a lock; anything else is an ``InvalidKey``."""
     try:
-        return text("key", value, MAX_KEY, empty=False)
+        name = text("key", value, MAX_KEY, empty=False)
     except (TypeError, ValueError) as error:
         raise InvalidKey(str(error)) from None
+    if SEPARATOR in name:
+        raise InvalidKey(
+            f"key must not hold U+001F, which sets off the number of a permit: {name!r}"
+        )
+    return name
+
+
+def keys(values: object) -> tuple[str, ...]:
+    """Return the names of locks that are taken together."""
+    if not isinstance(values, Iterable):
+        raise InvalidKey(f"key must be a str or an iterable of them, not {values!r}")
+    return tuple(key(value) for value in _counted(values))
+
+
+def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
+    """Return the keys that name a lock; what makes one is called later."""
+    return tuple(v if callable(v) else key(v) for v in _counted(values))
+
+
+def _counted(values: Iterable[Any]) -> list[Any]:
+    found = list(islice(values, MAX_KEYS + 1))
+    if not found:
+        raise InvalidKey("keys must not be empty: there is nothing to lock")
+    if len(found) > MAX_KEYS:
+        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}")
+    return found
+
+
+def permits(value: object, keys: tuple[Key, ...]) -> int:
+    """Return how many may hold a lock of these keys at a time."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"permits must be an int, not {value!r}")
+    if not 1 <= value <= MAX_PERMITS:
+        raise ValueError(f"permits must be from 1 to {MAX_PERMITS:,}, not {value!r}")
+    if value > 1 and len(keys) > 1:
+        raise ValueError(f"permits={value!r} is for one key, not for several")
+    return value
+
+
+def key_of_permits(value: str, permits: int) -> str:
+    """Return a key that has room for the numbers of its permits."""
+    room = MAX_KEY - len(row_keys("", permits)[-1])
+    if permits > 1 and len(value) > room:
+        raise InvalidKey(
+            f"key must not be longer than {room} characters with permits={permits} "
+            f"({len(value)}): {value!r}"
+        )
+    return value
 
 
 def text(
@@ -67,7 +121,7 @@ def owner(value: object) -> str:
     return text("owner", value, MAX_OWNER, empty=False)
 
 
-def literal(name: str, value: str | Callable[..., str]) -> str:
+def literal(name: str, value: str | Callable[..., Any]) -> str:
     """Return a key or a note that no decorator makes from a call's arguments."""
     if callable(value):
         raise TypeError(

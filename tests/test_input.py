@@ -235,9 +235,9 @@ def test_unknown_backend(committed: None) -> None:
 
 
 def test_options_are_named(committed: None) -> None:
-    """Only the key may be given by position."""
-    with refused(TypeError):
-        distributed_lock("k", 5)  # type: ignore[misc]
+    """Only keys may be given by position."""
+    with refused(InvalidKey, "5"):
+        distributed_lock("k", 5)  # type: ignore[arg-type]
 
 
 def test_decorator_without_parentheses(committed: None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from django.db import connections
 
 from dblocks import Lease, Lock, locks
-from dblocks.holding.holds import Registry, registry
+from dblocks.holding.registry import Registry, registry
 from dblocks.holding.renewal import RenewalScheduler
 from tests.timing import DEADLINE
 

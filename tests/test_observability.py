@@ -106,7 +106,7 @@ def test_lines_for_programs(
     for name, said in events().items():
         (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
         documented = set(re.findall(r"`(\w+)`", row)) - {name, "lease"}
-        assert set(said) == documented | {"event", "key", "backend"}
+        assert set(said) == documented | {"event", "key", "permit", "backend"}
 
 
 @pytest.mark.database_backend

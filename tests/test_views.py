@@ -54,7 +54,8 @@ def lock(key: str) -> Callable[..., Any]:
     """Make locks on the test's key that don't wait."""
 
     def make(**options: Any) -> Any:
-        return distributed_lock(**{"key": key, "timeout": 0, **options})
+        name = options.pop("key", key)
+        return distributed_lock(name, **{"timeout": 0, **options})
 
     return make
 

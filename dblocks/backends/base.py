@@ -13,7 +13,7 @@ from django.db import NotSupportedError
 
 from .. import validation
 from .gates import Gate
-from .values import Grant, Granted, Reading, Renewal, Renewed, Request
+from .values import Grant, Granted, Reading, Renewal, Renewed, Request, first_free
 
 
 class Renewer(Protocol):
@@ -80,9 +80,13 @@ class BaseBackend(ABC):
                 whose other holds this process can't see.
         """
 
-    def look(self, key: str, patience: float) -> Reading:
-        """:meth:`read` for one that waits for so many seconds more."""
-        return self.read(key) or Reading()
+    def look(self, keys: Sequence[str], patience: float) -> Reading:
+        """Look at a key, or its permits, for one that waits for so many seconds more.
+
+        Returns:
+            Who has the key; of permits, the one that is free first.
+        """
+        return first_free({key: self.read(key) or Reading() for key in keys})
 
     @abstractmethod
     def read(self, key: str) -> Reading | None:
@@ -103,6 +107,30 @@ class BaseBackend(ABC):
                 other holds this process can't see.
             deadline: Local clock before which the grant can't have run out.
         """
+
+    # What an engine may do in fewer steps
+
+    def try_acquire_all(
+        self, request: Request, keys: Sequence[str], patience: float
+    ) -> list[Granted] | None:
+        """Grant several free keys at once, or none; ``None`` if that can't be had now.
+
+        They are asked for one by one then, and who has one is found out.
+
+        Args:
+            request: For whom, and how; its own key is of no account.
+        """
+        return None
+
+    def release_all(
+        self, grants: Sequence[Grant], *, count: int | None, deadline: float
+    ) -> set[Grant]:
+        """:meth:`release` for several; return those that were current."""
+        return {g for g in grants if self.release(g, count=count, deadline=deadline)}
+
+    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+        """Give back grants of one owner that nobody has used; none of them cools."""
+        self.release_all(grants, count=0, deadline=deadline)
 
     # What an engine may have
 
@@ -134,21 +162,21 @@ class BaseBackend(ABC):
         """Tell whether a re-entry can be recorded now, or is only counted here."""
         return True
 
-    def guard(self, grant: Grant, using: str | None) -> None:
-        """Verify and pin a grant in the caller's transaction.
+    def guard(self, grants: Sequence[Grant], using: str | None) -> None:
+        """Verify and pin grants in the caller's transaction.
 
         Raises:
-            LeaseLost: It is no longer current.
+            LeaseLost: One of them is no longer current.
         """
         raise NotSupportedError(
             f"The backend {self.alias!r} has no guard: its locks and the guarded data "
             f"can't be in one transaction. Use lease.check() or the fencing token."
         )
 
-    def guard_commits(self, grant: Grant, aliases: Sequence[str]) -> None:
+    def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
         """Guard the transactions on some databases that are about to commit.
 
-        The grant stays pinned until the outermost of them has ended.
+        The grants stay pinned until the outermost of them has ended.
         """
         raise NotImplementedError
 

@@ -12,10 +12,20 @@ from typing import Any
 from django.core.checks import CheckMessage
 
 from .. import clock, forks, validation
+from ..permits import row_key, row_keys
 from ..signals import announce_force_release
 from .base import BaseBackend
 from .messages import warning
-from .values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
+from .values import (
+    FOREVER,
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    first_free,
+)
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,12 @@ class LocMemBackend(BaseBackend):
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         with self._table.mutex:
             now = clock.monotonic()
-            row = self._table.row(request.key)
+            key = self._row_key(request, now)
+            row = self._table.row(key)
             again = row.expires_at > now
             if again and row.owner != request.owner:
-                return _reading(row, now)
-            grant = Grant(request.key, request.owner, row.version + (not again))
+                return first_free({key: _reading(row, now)})
+            grant = Grant(key, request.owner, row.version + (not again))
             if again:
                 counted = max(0, row.hold_count - request.forfeits(grant)) + 1
                 row = replace(_extended(row, now, request.lease), hold_count=counted)
@@ -95,8 +106,19 @@ class LocMemBackend(BaseBackend):
                     note=request.note,
                     hold_count=1,
                 )
-            self._table.rows[request.key] = row
+            self._table.rows[key] = row
             return Granted(grant, row.max_until - now, again=again)
+
+    def _row_key(self, request: Request, now: float) -> str:
+        """Return the key of the row that the owner has, or may have first."""
+        first = row_key(request.key, request.permit)
+
+        def preference(key: str) -> tuple[bool, float, bool]:
+            row = self._table.row(key)
+            is_mine = row.owner == request.owner and row.expires_at > now
+            return not is_mine, max(row.expires_at, now), key != first
+
+        return min(row_keys(request.key, request.permits), key=preference)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         with self._table.mutex:
@@ -170,7 +192,7 @@ class LocMemBackend(BaseBackend):
             )
         announce_force_release(
             type(self),
-            key=key,
+            row_key=key,
             backend=self.alias,
             owner=row.owner,
             holder=row.holder,

@@ -5,11 +5,12 @@ Durations are seconds; moments are of the local clock unless a name says otherwi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple
 
+from ..permits import apart
 from .gates import Gate
 
 FOREVER = 10.0**9
@@ -54,6 +55,8 @@ class Request:
     """What an owner asks for.
 
     Attributes:
+        permits: How many may have the key at a time.
+        permit: The permit to begin with.
         explicit: The owner's id was given by the caller and may hold the key already,
             in another thread or process.
         forfeits: Says, once, how many holds of a grant of that owner were lost here
@@ -71,6 +74,8 @@ class Request:
     explicit: bool = False
     forfeits: Callable[[Grant], int] = lambda grant: 0
     queued: bool = False
+    permits: int = 1
+    permit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Reading:
         remaining: Seconds until the key is free by itself; 0 or less means that it is
             free, and if an attempt failed all the same, that a transaction pins it.
         limit: Seconds beyond which no renewal moves the expiry.
+        permit: Which of a lock's permits this is of, the one that is free first.
     """
 
     owner: str = ""
@@ -90,6 +96,7 @@ class Reading:
     acquired_at: datetime | None = None
     remaining: float = 0.0
     limit: float = FOREVER
+    permit: int | None = None
 
     def reason_for(self, grant: Grant) -> str | None:
         """Return why a grant is no longer this key's, or ``None`` if it still is."""
@@ -107,6 +114,13 @@ class Reading:
             return False
         # A force release is the only act that leaves no moment of acquisition.
         return self.version == grant.version + 1 and self.acquired_at is None
+
+
+def first_free(seen: Mapping[str, Reading]) -> Reading:
+    """Return what was seen of the row that is free first, by key."""
+    key = min(seen, key=lambda key: seen[key].remaining)
+    permit = apart(key)[1]
+    return seen[key] if permit is None else replace(seen[key], permit=permit)
 
 
 class Waiters(NamedTuple):

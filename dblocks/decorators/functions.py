@@ -21,7 +21,6 @@ from .requests import OwnTransactions, RequestTransactions
 from .templates import Args, CallTexts, Kwargs, function_note
 
 if TYPE_CHECKING:
-    from ..leases import Lease
     from ..locks import Lock
     from ..transaction_locks import TransactionLock
 
@@ -48,7 +47,7 @@ class _Calls:
         self.function = function
         self.name = name_of(function)
         self.has_self = views.is_method(function)
-        self.texts = CallTexts(lock.key, note, function)
+        self.texts = CallTexts(lock.keys, note, function)
 
     @classmethod
     def decorate(cls, lock: Any, function: Any) -> Any:
@@ -81,8 +80,10 @@ class _Calls:
         """Run a sync function, or begin to run an async class-based view."""
         raise NotImplementedError
 
-    def make_texts(self, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-        """Return the key and the note of a call."""
+    def make_texts(
+        self, args: Args, kwargs: Kwargs
+    ) -> tuple[str | tuple[str, ...], str]:
+        """Return the keys and the note of a call."""
         if not settings.DEBUG:
             return self.texts.make(args, kwargs)
         with queries_seen() as queries:
@@ -125,9 +126,9 @@ class LeaseCalls(_Calls):
     """
 
     decorator = "distributed_lock"
-    lock: Lock
+    lock: Lock[Any]
 
-    def __init__(self, lock: Lock, function: Any) -> None:
+    def __init__(self, lock: Lock[Any], function: Any) -> None:
         super().__init__(lock, function, lock.note)
         self.excluded: set[str] = getattr(function, "_non_atomic_requests", set())
         self.timeout: object = UNSET
@@ -154,7 +155,7 @@ class LeaseCalls(_Calls):
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         request, of_view = self.requests(args)
-        under: Callable[[Lease], AbstractContextManager[Any]] = nullcontext
+        under: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         if request is not None:
             transactions = RequestTransactions.of(request)
             aliases = transactions.due(request, self.excluded)
@@ -205,11 +206,11 @@ class LeaseCalls(_Calls):
 
     def _lock_for(
         self, args: Args, kwargs: Kwargs, of_view: HttpRequest | None
-    ) -> Lock:
-        key, note = self.make_texts(args, kwargs)
+    ) -> Lock[Any]:
+        keys, note = self.make_texts(args, kwargs)
         if not self.lock.note:
             note = views.view_note(of_view) or self._default_note
-        return self.lock.for_call(key, note)
+        return self.lock.for_call(keys, note)
 
     def _locked_out(
         self,
@@ -242,7 +243,7 @@ class RowCalls(_Calls):
             self.skip = "skip_locked=True"
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
-        lock = self.lock.with_key(self.make_texts(args, kwargs)[0])
+        lock = self.lock.with_keys(self.make_texts(args, kwargs)[0])
         request, of_view = self.requests(args)
         if request is not None and views.is_async_view(self.function, args):
             self.refuse_async()

@@ -14,7 +14,7 @@ from ..backends.database.transactions import in_transaction
 from .views import django_request
 
 if TYPE_CHECKING:
-    from ..leases import Lease
+    from ..lease_blocks import LeaseBlock
 
 
 class OwnTransactions(set[str]):
@@ -37,7 +37,7 @@ class RequestTransactions:
     """
 
     def __init__(self) -> None:
-        self.leases: list[Lease] = []
+        self.leases: list[LeaseBlock] = []
         self.opened = False
 
     @classmethod
@@ -63,7 +63,7 @@ class RequestTransactions:
         return [a for a in _atomic_aliases() if a not in excluded and a not in marked]
 
     @contextmanager
-    def under(self, aliases: list[str], lease: Lease) -> Iterator[None]:
+    def under(self, aliases: list[str], lease: LeaseBlock) -> Iterator[None]:
         """Begin transactions on some databases, run the view, guard, commit.
 
         They commit only while all leases are held, those on the locks' own databases

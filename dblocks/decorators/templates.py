@@ -6,13 +6,15 @@ import inspect
 import re
 import string
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 from .. import validation
 from ..exceptions import InvalidKey
+from ..validation import Key
 from .decoratable import name_of
 
 Text = str | Callable[..., str]
@@ -31,26 +33,31 @@ class CallTexts:
         ValueError: The note's template is malformed.
     """
 
-    def __init__(self, key: Text, note: Text, function: Any) -> None:
-        self._key, self._note = _Key(key), _Note(note)
+    def __init__(self, keys: Sequence[Key], note: Text, function: Any) -> None:
+        self._keys, self._note = [_Key(key) for key in keys], _Note(note)
         self._signature: inspect.Signature | None = None
-        if self._key.fields or self._note.fields:
+        makers = [*self._keys, self._note]
+        if any(maker.fields for maker in makers):
             self._signature = _signature(function)
-            for maker in (self._key, self._note):
+            for maker in makers:
                 maker.check_fields(self._signature, name_of(function))
 
-    def make(self, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-        """Return the key and the note of a call."""
+    def make(self, args: Args, kwargs: Kwargs) -> tuple[str | tuple[str, ...], str]:
+        """Return the keys of a call, of which one that is alone is a ``str``, and the
+        note.
+        """
         values: dict[str, Any] = {}
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
             # What is in **kwargs counts under its own name too.
             values = {**bound.kwargs, **bound.arguments}
-        return (
-            self._key.make(args, kwargs, values),
-            self._note.make(args, kwargs, values),
-        )
+        made = [key.make(args, kwargs, values) for key in self._keys]
+        keys = made[0]
+        if len(made) > 1:
+            each = ((one,) if isinstance(one, str) else one for one in made)
+            keys = validation.keys(chain.from_iterable(each))
+        return keys, self._note.make(args, kwargs, values)
 
 
 def function_note(function: Any) -> str:
@@ -92,7 +99,7 @@ class _Maker(string.Formatter):
     malformed: type[ValueError]
     accept: Callable[[object], str]
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Any) -> None:
         self.text = text
         self.fields: set[str] = set()
         self.literal: str | None = None
@@ -115,7 +122,7 @@ class _Maker(string.Formatter):
                 f"returns it."
             )
 
-    def make(self, args: Args, kwargs: Kwargs, values: dict[str, Any]) -> str:
+    def make(self, args: Args, kwargs: Kwargs, values: dict[str, Any]) -> Any:
         """Return the text of a call, whose arguments by name are ``values``."""
         if self.literal is not None:
             return self.literal
@@ -155,7 +162,13 @@ class _Key(_Maker):
 
     name = "key"
     malformed = InvalidKey
-    accept = staticmethod(validation.key)
+
+    @staticmethod
+    def accept(value: object) -> Any:
+        """Return a key, or several, that a callable has made."""
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return validation.key(value)
+        return validation.keys(value)
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from .. import clock, forks
+from .. import clock, permits
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
-from ..backends.values import FOREVER, Grant, Granted, Renewal
+from ..backends.values import FOREVER, Granted, Renewal
 from . import losses
 from .owners import Owner
+from .registry import registry
 
 PATIENCE = 1.0
 """Seconds for which passing faults are sat out where the caller's wait is shorter."""
@@ -83,6 +85,7 @@ class Hold:
     """A grant that this process has.
 
     Attributes:
+        key, permit: What is held, as the caller named it.
         by: Who acquired it first.
         explicit: The owner's id was given by the caller, and may be in use in other
             threads and processes as well.
@@ -105,6 +108,7 @@ class Hold:
     def __init__(self, claim: Claim, granted: Granted, sent: float) -> None:
         self.backend = claim.backend
         self.grant = granted.grant
+        self.key, self.permit = permits.apart(granted.grant.key)
         self.terms = terms = claim.terms
         self.by = claim.by
         self.explicit = claim.owner is not None
@@ -127,6 +131,7 @@ class Hold:
         self.mutex = threading.RLock()
         #: Filled once, by whoever ends it first: no mutex, for the timer's sake.
         self._end: dict[str, list[str]] = {}
+        self._lost_at: float | None = None
         self.deadline = sent + min(terms.lease, granted.limit) - terms.margin
         self.renew_at = sent + terms.interval if terms.renew else float("inf")
 
@@ -148,6 +153,11 @@ class Hold:
             return self._overdue()
         return None if end[0] == RELEASED else end[0]
 
+    @property
+    def over_at(self) -> float:
+        """Local clock at which it was lost, or will count as over."""
+        return self.deadline if self._lost_at is None else self._lost_at
+
     def _overdue(self) -> str | None:
         if not self.counted or clock.monotonic() < self.deadline:
             return None
@@ -161,9 +171,10 @@ class Hold:
 
     def facts(self, **more: object) -> dict[str, object]:
         """Return what the signals and the log tell of it."""
-        key, owner, token = self.grant
+        _, owner, token = self.grant
         return {
-            "key": key,
+            "key": self.key,
+            "permit": self.permit,
             "backend": self.backend.alias,
             "owner": owner,
             "fencing_token": token,
@@ -188,11 +199,12 @@ class Hold:
 
     def _lose(self, reason: str) -> None:
         if self._ends(reason):
+            self._lost_at = clock.monotonic()
             losses.tell(self, reason)
             if self.explicit:
                 registry.note_forfeited(self, self.written)
             registry.discard(self)
-            registry.freed(self.backend, self.grant.key)
+            registry.freed(self.backend, self.key)
 
     def note_overdue(self) -> None:
         """Note the loss if its time is over; what every verb does first."""
@@ -255,45 +267,58 @@ class Hold:
             DatabaseError: The engine is out of reach; the grant is left to lapse.
         """
         with self.mutex:
-            # A guard's verdict is final; a child's release is never its parent's.
-            final = committed and self._end.get("as") != ["forked"]
-            if not final:
-                self.note_overdue()
-            self.counted -= 1
-            if self.counted == 0:
-                registry.discard(self)
-            if self.lost_reason is not None and not final:
-                return False
-            if self.written <= self.counted:
-                return True
-            self.written -= 1
-            return self._write_release()
+            held = self._give_back(committed)
+            return self._write_release() if held is None else held
+
+    def _give_back(self, committed: bool) -> bool | None:
+        """Count one acquisition less; ``None`` if the engine must be told of it."""
+        # A guard's verdict is final; a child's release is never its parent's.
+        final = committed and self._end.get("as") != ["forked"]
+        if not final:
+            self.note_overdue()
+        self.counted -= 1
+        if self.counted == 0:
+            registry.discard(self)
+        if self.lost_reason is not None and not final:
+            return False
+        if self.written <= self.counted:
+            return True
+        self.written -= 1
+        return None
 
     def _write_release(self) -> bool:
-        last = self.counted == 0
         if self.explicit and self._end:
             # Overdue, but guarded. Another of the owner's may have given it back.
             forfeited = registry.take_forfeited(self.backend, self.grant)
             if not forfeited:
                 return True
             registry.note_forfeited(self, forfeited - 1)
-        try:
+        with self._writing_release():
             held = self.backend.release(
                 self.grant,
                 count=None if self.explicit else self.counted,
                 deadline=self.deadline,
             )
+        return self._released(held)
+
+    @contextmanager
+    def _writing_release(self) -> Iterator[None]:
+        """The others' turn comes however the attempt to release ends."""
+        try:
+            yield
         except BaseException:
-            if last:
+            if self.counted == 0:
                 self._ends(RELEASED)
             raise
         finally:
-            if last:
+            if self.counted == 0:
                 self.leave_gate()
-                registry.freed(self.backend, self.grant.key)
+                registry.freed(self.backend, self.key)
+
+    def _released(self, held: bool) -> bool:
         if not held:
             self._lose(self.backend.reason(self.grant))
-        elif last:
+        elif self.counted == 0:
             self._ends(RELEASED)
         return held
 
@@ -328,92 +353,73 @@ class Hold:
         self._ends("forked")
 
 
-class Registry:
-    """The holds of this process.
+def release_together(holds: list[Hold], committed: bool) -> list[bool]:
+    """:meth:`Hold.release` for several of one owner; in one statement where it can be.
 
-    The garbage collector and signal handlers may come in the middle of any of this: it
-    is made of single steps on dictionaries and sets.
+    Raises:
+        DatabaseError: As there. What could be given back has been.
     """
+    if len(holds) == 1:
+        return [holds[0].release(committed)]
+    released: dict[Hold, bool] = {}
 
-    def __init__(self) -> None:
-        #: What is to be done when a key may be free: those who wait set this.
-        self.freed: Callable[[BaseBackend, str], object] = lambda backend, key: None
-        # Kept by those who write the first of these, for an instant.
-        self._mutex = threading.RLock()
-        self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
-        self._all: set[weakref.ref[Hold]] = set()
-        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
+    def write(hold: Hold) -> None:
+        released[hold] = hold._write_release()
 
-    def add(self, hold: Hold) -> None:
-        """Remember a hold; an older one of another grant has been overtaken."""
-        place = hold.backend, hold.grant.key
-        earlier = self.find(*place)
-        ref = hold.ref = weakref.ref(hold, self._all.discard)
-        self._all.add(ref)
-        outdated = None
-        if earlier is not None and earlier.is_live():
-            ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
-            # The answer to an earlier request may come later.
-            outdated = hold if theirs > ours else earlier
-        if outdated is not hold:
-            with self._mutex:
-                self._latest[place] = ref
-        if outdated is not None and earlier and earlier.grant != hold.grant:
-            outdated.lose("taken")
+    def write_together(holds: list[Hold]) -> None:
+        for hold, held in _release_last(holds).items():
+            released[hold] = held
 
-    def watches(self, hold: Hold) -> bool:
-        """Tell whether a hold is still watched over."""
-        return hold.ref in self._all
-
-    def note_forfeited(self, hold: Hold, holds: int) -> None:
-        """Remember the holds of a lost grant, which the engine still counts.
-
-        Its explicit owner may take the key again before it is over there.
-        """
-        lost = hold.backend, hold.grant
-        others = self._forfeited.get(lost, (0, 0.0))[0]
-        self._forfeited[lost] = others + holds, hold.deadline + hold.terms.lease
-
-    def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
-        """Return how many holds of a grant were lost here, to be subtracted once."""
-        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
-
-    def forget(self, now: float) -> None:
-        """Forget what nothing refers to any more, and what is long over."""
-        with self._mutex:
-            for place, ref in list(self._latest.items()):
-                if ref() is None and self._latest.get(place) is ref:
-                    del self._latest[place]
-        for lost, (_, until) in list(self._forfeited.items()):
-            if until <= now:
-                self._forfeited.pop(lost, None)
-
-    def find(self, backend: BaseBackend, key: str) -> Hold | None:
-        """Return the latest hold on a key, live or not, if there is one."""
-        ref = self._latest.get((backend, key))
-        return None if ref is None else ref()
-
-    def is_empty(self) -> bool:
-        """Tell whether there is nothing to watch."""
-        return not self._all
-
-    def all(self) -> list[Hold]:
-        """Return all holds that are neither released nor lost."""
-        return [hold for ref in list(self._all) if (hold := ref()) is not None]
-
-    def discard(self, hold: Hold) -> None:
-        """Forget a hold; as the latest of its key it can still be found."""
-        if hold.ref is not None:
-            self._all.discard(hold.ref)
-
-    def after_fork_in_child(self) -> None:
-        """Count what the parent holds as lost."""
-        holds = self.all()
-        self._mutex = threading.RLock()
-        self._latest, self._all = {}, set()
+    # However one of them ends, the others are written too.
+    with ExitStack() as work:
         for hold in holds:
-            hold.forget_parent()
+            work.enter_context(hold.mutex)
+        told = [hold._give_back(committed) for hold in holds]
+        due = [hold for hold, held in zip(holds, told, strict=True) if held is None]
+        last = [hold for hold in due if hold.counted == 0 and not hold._end]
+        if len(last) > 1:
+            due = [hold for hold in due if hold not in last]
+            work.callback(write_together, last)
+        for hold in due:
+            work.callback(write, hold)
+    return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
 
 
-registry = Registry()
-forks.in_child(registry.after_fork_in_child)
+def undo_together(holds: list[Hold]) -> None:
+    """Give back what was taken for a set that did not become complete.
+
+    What nobody else can have used doesn't cool. Raises as :meth:`Hold.release`.
+    """
+    with ExitStack() as work:
+        unused = []
+        for hold in holds:
+            work.enter_context(hold.mutex)
+            if hold.counted == 1 and not hold.explicit and hold.is_live():
+                hold._give_back(committed=False)
+                unused.append(hold)
+            else:
+                work.callback(hold.release)
+        if unused:
+            work.callback(lambda: _undo(unused))
+
+
+def _undo(holds: list[Hold]) -> None:
+    with ExitStack() as work:
+        for hold in holds:
+            work.enter_context(hold._writing_release())
+            hold._ends(RELEASED)
+        deadline = min(hold.deadline for hold in holds)
+        holds[0].backend.undo_all([hold.grant for hold in holds], deadline)
+
+
+def _release_last(holds: list[Hold]) -> dict[Hold, bool]:
+    """Give back the last acquisitions of some grants in one statement."""
+    with ExitStack() as work:
+        for hold in holds:
+            work.enter_context(hold._writing_release())
+        released = holds[0].backend.release_all(
+            [hold.grant for hold in holds],
+            count=None if holds[0].explicit else 0,
+            deadline=min(hold.deadline for hold in holds),
+        )
+    return {hold: hold._released(hold.grant in released) for hold in holds}

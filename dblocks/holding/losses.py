@@ -38,7 +38,7 @@ def tell(hold: Hold, reason: str) -> None:
         # Last: handlers wait for each other.
         _guarded(
             logger.warning,
-            "lost key=%(key)r backend=%(backend)s owner=%(owner)s "
+            "lost key=%(key)r permit=%(permit)s backend=%(backend)s owner=%(owner)s "
             "fencing_token=%(fencing_token)s held_for=%(held_for).3f reason=%(reason)s",
             facts,
         )

@@ -15,14 +15,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import SyncToAsync
 
 from .. import forks
 
 if TYPE_CHECKING:
-    from ..leases import Lease
+    from ..leases import Lease, Leases
 
 
 def _describe_process() -> str:
@@ -45,20 +45,22 @@ class Owner:
         # A thread's name may hold what no text column takes.
         name = name.encode(errors="replace").decode().replace("\0", "?")
         self.holder = f"{_process} {name}"[:255]
-        self._leases: list[weakref.ref[Lease]] = []
+        self._leases: list[weakref.ref[Any]] = []
 
-    def add(self, lease: Lease) -> None:
-        """Remember a lease as the innermost one."""
-        leases = self._leases
-        if leases:
-            leases = [ref for ref in leases if (it := ref()) is not None and it._open]
-        self._leases = [*leases, weakref.ref(lease)]
+    def add(self, *leases: Lease | Leases) -> None:
+        """Remember leases; the last one is the innermost."""
+        known = self._leases
+        if known:
+            known = [ref for ref in known if (it := ref()) is not None and it._open]
+        self._leases = [*known, *map(weakref.ref, leases)]
 
-    def leases(self, key: str | None = None) -> Iterator[Lease]:
-        """Yield its open leases, of one key or of any, the innermost first."""
+    def leases(self, key: str | None = None) -> Iterator[Any]:
+        """Yield its open leases, the innermost first: any, or each of one key."""
         for ref in reversed(self._leases):
             lease = ref()
-            if lease is not None and lease._open and key in (None, lease.key):
+            if lease is None or not lease._open:
+                continue
+            if key is None or key == getattr(lease, "key", None):
                 yield lease
 
 

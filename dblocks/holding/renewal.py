@@ -24,7 +24,8 @@ from .. import clock, forks
 from ..backends.base import BaseBackend, Renewer
 from ..backends.values import Renewed
 from . import losses
-from .holds import Hold, registry
+from .holds import Hold
+from .registry import registry
 
 logger = logging.getLogger("dblocks")
 

@@ -14,7 +14,8 @@ from django.core.management.base import CommandError, CommandParser
 
 from .. import validation
 from ..conf import DEFAULT_ALIAS
-from ..locks import Lock, distributed_lock
+from ..distributed_locks import distributed_lock
+from ..locks import Lock
 from .parsing import BACKEND, DURATION, FLAG, STATUS
 from .statuses import CONFLICT, LOST, NOT_FOUND, bad_usage, checked, find_backend
 
@@ -99,7 +100,7 @@ class Plan:
         migrates: Whether that table is made first if it is missing.
     """
 
-    lock: Lock
+    lock: Lock[Any]
     wait: float
     kill_after: float
     command: list[str]

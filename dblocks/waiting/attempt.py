@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from zlib import crc32
 
 from .. import clock
+from ..backends.base import BaseBackend
 from ..backends.values import FOREVER, Reading, Request
-from ..holding.holds import Claim, Hold, registry
+from ..holding.holds import Claim, Hold
+from ..holding.registry import registry
 from ..holding.renewal import scheduler
+from ..permits import row_keys
+
+MOST_NOTED = 1000
+"""Keys of which is noted which permit this process had last."""
+
+_last_permits: dict[tuple[BaseBackend, str], int] = {}
+
+
+def _note_permit(backend: BaseBackend, key: str, permit: int) -> None:
+    if len(_last_permits) >= MOST_NOTED:
+        _last_permits.clear()
+    _last_permits[backend, key] = permit
 
 
 @dataclass(eq=False)
@@ -19,25 +36,41 @@ class Attempt(Claim):
     Attributes:
         timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
         started, give_up: Local clock, of the first moment and the last.
+        permits: How many may have the key at a time.
+        new_owner: The id that the owner is to have if this grants, which is otherwise
+            made anew each time.
         reentered: The owner had the key already.
     """
 
     timeout: float | None
+    started: float
+    permits: int = 1
+    new_owner: str | None = None
     reentered: bool = False
 
     def __post_init__(self) -> None:
-        self.started = clock.monotonic()
         timeout = FOREVER if self.timeout is None else self.timeout
         self.give_up = self.started + timeout
+        self.row_keys = row_keys(self.key, self.permits)
 
     def own_hold(self) -> Hold | None:
         """Return what this owner holds already, if it is live."""
-        hold = registry.find(self.backend, self.key)
-        if hold is None or not hold.is_live():
-            return None
-        if self.owner is None:
-            return hold if hold.by is self.by and not hold.explicit else None
-        return hold if hold.grant.owner == self.owner else None
+        for hold in self._latest():
+            if not hold.is_live():
+                continue
+            if self.owner is None:
+                mine = hold.by is self.by and not hold.explicit
+            else:
+                mine = hold.grant.owner == self.owner
+            if mine:
+                return hold
+        return None
+
+    def _latest(self) -> Iterator[Hold]:
+        for row_key in self.row_keys:
+            hold = registry.find(self.backend, row_key)
+            if hold is not None:
+                yield hold
 
     def held_here(self, version: int | None = None) -> bool:
         """Tell whether this process has the key, with this token or with any.
@@ -45,6 +78,9 @@ class Attempt(Claim):
         The hold itself must not stay in the frame of one that waits: it would be
         renewed for as long as that waits, also when its leases are forgotten.
         """
+        if self.permits > 1:
+            # Others may give back another permit first.
+            return False
         hold = registry.find(self.backend, self.key)
         return (
             hold is not None
@@ -69,20 +105,21 @@ class Attempt(Claim):
                 # Its leases were forgotten.
                 scheduler.watch(hold)
             return hold
-        latest = registry.find(self.backend, self.key)
-        if latest is not None:
+        for latest in self._latest():
             latest.note_overdue()
             if latest.test_connection is not None:
                 seen = self._seen_in_test(latest)
                 if seen is not None:
                     return seen
-        request = self._request(queued)
+        request = self.request(queued)
         sent = clock.monotonic()
         answer = self.backend.try_acquire(request, patience)
         if isinstance(answer, Reading):
             return answer
         self.reentered = answer.again
         hold = Hold(self, answer, sent)
+        if hold.permit is not None:
+            _note_permit(self.backend, self.key, hold.permit)
         scheduler.watch(hold)
         return hold
 
@@ -101,11 +138,20 @@ class Attempt(Claim):
             remaining=hold.remaining(),
         )
 
-    def _request(self, queued: bool) -> Request:
+    def _first_permit(self) -> int:
+        """Return the permit to begin with."""
+        if self.owner is not None:
+            # Its other threads and processes begin there too.
+            return crc32(self.owner.encode()) % self.permits
+        last = _last_permits.get((self.backend, self.key), self.permits)
+        return last if last < self.permits else random.randrange(self.permits)
+
+    def request(self, queued: bool = False) -> Request:
+        """Return what the engine is asked for."""
         terms = self.terms
         request = Request(
             self.key,
-            self.owner or os.urandom(16).hex(),
+            self.owner or self.new_owner or os.urandom(16).hex(),
             terms.lease,
             terms.max_hold,
             terms.hold_at_least,
@@ -113,7 +159,10 @@ class Attempt(Claim):
             self.note,
             explicit=self.owner is not None,
             queued=queued,
+            permits=self.permits,
         )
+        if self.permits > 1:
+            request.permit = self._first_permit()
         if self.owner is not None:
             request.forfeits = partial(registry.take_forfeited, self.backend)
         return request

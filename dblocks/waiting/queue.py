@@ -12,7 +12,7 @@ from dataclasses import replace
 from .. import clock, forks
 from ..backends.base import BaseBackend
 from ..backends.values import Reading
-from ..holding.holds import registry
+from ..holding.registry import registry
 
 LOOK_EVERY = 0.0005
 """Seconds between looks at the key of the one that has the gate, at first."""

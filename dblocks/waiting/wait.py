@@ -20,7 +20,7 @@ from .queue import (
     pause,
     queues,
 )
-from .steps import InEventLoop, InThread, run
+from .steps import InThread, run
 
 logger = logging.getLogger("dblocks")
 
@@ -48,11 +48,6 @@ def get(attempt: Attempt) -> Hold | Reading:
     return run(_Wait(attempt, InThread()).get(seen))
 
 
-async def aget(attempt: Attempt) -> Hold | Reading:
-    """:func:`get` for async code; waits without holding a thread."""
-    return await get_in(InEventLoop(attempt.backend, _undo), attempt)
-
-
 async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
     """:func:`get` in steps that are made in this place."""
     seen = None
@@ -62,11 +57,6 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
             return found
         seen = found
     return await _Wait(attempt, place).get(seen)
-
-
-def _undo(found: object) -> None:
-    if isinstance(found, Hold):
-        give_back(found)
 
 
 def give_back(hold: Hold) -> None:
@@ -147,7 +137,9 @@ class _Wait:
             found = await self._look(queue, seen, gate)
             if gate is not None and gate.shows_waiter and isinstance(found, Hold):
                 await self.place.call(partial(gate.show_waiter, False))
-            if isinstance(found, Hold) and found.keep_gate(gate):
+            # Of permits, another may be free for the next one already.
+            is_one = self.attempt.permits == 1
+            if is_one and isinstance(found, Hold) and found.keep_gate(gate):
                 gate = None
             return found
         finally:
@@ -177,7 +169,7 @@ class _Wait:
 
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
-        return self.backend.look(self.key, left)
+        return self.backend.look(self.attempt.row_keys, left)
 
     async def _look(
         self, queue: WaitQueue, seen: Reading, gate: Gate | None
@@ -242,10 +234,11 @@ class _Wait:
         attempt = self.attempt
         if seen.remaining <= 0:
             # What the row still says is of a holder that has released.
-            seen = Reading()
+            seen = Reading(permit=seen.permit)
         signals.lock_timed_out.send_robust(
             sender=attempt.sender,
             key=self.key,
+            permit=seen.permit,
             backend=self.backend.alias,
             waited=clock.monotonic() - attempt.started,
             holder=seen.holder,

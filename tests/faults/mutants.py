@@ -98,16 +98,16 @@ MUTANTS = [
     Mutant(
         "the version is not raised",
         STATEMENTS,
-        "d.next_version('version + 1')",
-        "d.next_version('version + 0')",
+        'd.next_version("version + 1")',
+        'd.next_version("version + 0")',
         ("tests/faults/test_contention.py::test_exclusion",),
         quick=POSTGRESQL,
     ),
     Mutant(
         "the client's clock",
         TABLE,
-        "text.grant(queued, cools, ends), values",
-        "text.grant(queued, cools, ends).replace("
+        "return make(*size, queued, *how), values",
+        "return make(*size, queued, *how).replace("
         "f'<= {dialect.now}', "
         f"f\"<= '{{{NOW}:%Y-%m-%d %H:%M:%S.%f}}'\"), values",
         (
@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "renewal of whoever has the key",
         STATEMENTS,
-        'current = f"{d.key} IN ({keys}) AND {current}"',
-        'current = f"{d.key} IN ({keys})"',
+        "        current = self._all_current(size)\n",
+        '        current = f"{d.key} IN ({_keys(size)})"\n',
         ("tests/test_manager.py::test_not_the_current_grant",),
         quick=MYSQL,
     ),
@@ -185,8 +185,8 @@ MUTANTS = [
     ),
     Mutant(
         "release before the commit",
-        "leases.py",
-        "        if self._hold.is_live() and transactions.transaction_is_open():",
+        "lease_blocks.py",
+        "        if is_live and transactions.transaction_is_open():",
         "        if False:",
         ("tests/test_transactions.py::test_release_waits_for_the_end",),
         quick=MYSQL,
@@ -195,16 +195,17 @@ MUTANTS = [
     Mutant(
         "the guard is skipped",
         TABLE,
-        "    return bool(fetch(connection, _texts(connection).pin, grant._asdict()))",
-        "    return True",
+        "    return [grant for grant in grants "
+        "if (grant.key, grant.version) not in pinned]",
+        "    return []",
         ("tests/faults/test_processes.py::test_stopped_holders_are_refused",),
         quick=SQLITE,
     ),
     Mutant(
         "the guard doesn't pin",
         STATEMENTS,
-        'f"WHERE {self.current} {d.strength}"',
-        'f"WHERE {self.current}"',
+        'f"WHERE {which} ORDER BY {d.key} {d.strength}"',
+        'f"WHERE {which} ORDER BY {d.key}"',
         ("tests/faults/test_processes.py::test_stopped_between_guard_and_commit",),
         quick=POSTGRESQL,
         engines=SERVERS,
@@ -316,8 +317,8 @@ MUTANTS = [
     Mutant(
         "a release outside the hold's mutex",
         HOLDS,
-        "        with self.mutex:\n            # A guard's verdict is final",
-        "        if True:\n            # A guard's verdict is final",
+        "        with self.mutex:\n            held = self._give_back(committed)",
+        "        if True:\n            held = self._give_back(committed)",
         ("tests/test_releases_in_threads.py::test_release_overtaken_by_the_next",),
         quick=SQLITE,
     ),
@@ -343,9 +344,9 @@ MUTANTS = [
     ),
     Mutant(
         "who is refused writes",
-        "backends/database/backend.py",
-        "        if request.queued or not _is_file(connection):\n",
-        "        if True:\n",
+        "backends/database/one_writer.py",
+        "    if not is_file(connection) or (request.queued and is_one):\n",
+        "    if True:\n",
         ("tests/test_sqlite.py::test_who_is_refused_only_reads",),
         quick=SQLITE,
         engines=(SQLITE,),
@@ -377,7 +378,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pin ends before the outermost commit",
-        "leases.py",
+        "lease_blocks.py",
         "        self._committed = guarded\n",
         "        self._committed = guarded\n"
         "        from .backends.database import connections as apart\n"

@@ -21,10 +21,27 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ...exceptions import LeaseLost
+from ...permits import apart, row_keys
 from ..base import Renewer
-from ..gates import Gate, GateClosed
-from ..values import PINNED_GRACE, Grant, Granted, Reading, Renewal, Renewed, Request
-from . import dialects, file_locks, session_locks, table, transactions
+from ..gates import Gate
+from ..values import (
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    first_free,
+)
+from . import (
+    dialects,
+    file_locks,
+    one_writer,
+    permit_rows,
+    session_locks,
+    table,
+    transactions,
+)
 from .checks import DatabaseChecks
 from .connections import (
     can_write,
@@ -81,50 +98,67 @@ class DatabaseBackend(DatabaseChecks):
         using = self.using
         # Where autocommit is off by hand, nobody would see when to release.
         transactions.transaction_is_open()
-        transactions.refuse_own_row_lock(using, request.key, certain=True)
-        if self._is_a_tests(request.key):
-            return Reading()
+        keys = row_keys(request.key, request.permits)
+        for key in keys:
+            transactions.refuse_own_row_lock(using, key, certain=True)
+            if self._is_a_tests(key):
+                return Reading()
+        again = permit_rows.take_again if request.permits > 1 else None
         try:
-            answer = self._run(self._take, request, patience=self._least(patience))
+            least = self._least(patience)
+            answer = self._run(self._take, request, patience=least, again=again)
         except OperationalError as error:
             if not self._is_busy(error):
                 raise
             # Another's transaction has the one writer's lock, on this key perhaps.
-            answer = self.look(request.key, 0.0)
-        if transactions.in_test_case(connection := connections[using]):
-            self._of_tests[request.key] = connection, connection.atomic_blocks[0]
+            answer = self.look(keys, 0.0)
+        self._note_test(*keys)
         warn_of_snapshot(using)
         if isinstance(answer, Reading) and answer.remaining <= 0:
             transactions.refuse_own_row_lock(using, request.key)
         return answer
 
     def _take(self, connection: Connection, request: Request) -> Granted | Reading:
-        if dialects.of(connection).has_row_locks:
-            if not self._has_session_locks(connection):
-                request.queued = True
-            return table.take(connection, request)
-        if request.queued or not _is_file(connection):
-            return table.take(connection, request)
-        # Who is refused must not write. The key's gate tells without a statement that
-        # nobody has it; who comes from elsewhere, or without a gate, reads first.
-        gate = file_locks.gate_of(connection, request.key)
+        if not dialects.of(connection).has_row_locks:
+            return one_writer.take(connection, request)
+        if not self._has_session_locks(connection):
+            request.queued = True
+        if request.permits > 1:
+            return permit_rows.take(connection, request)
+        return table.take(connection, request)
+
+    def try_acquire_all(
+        self, request: Request, keys: Sequence[str], patience: float
+    ) -> list[Granted] | None:
+        using = self.using
+        transactions.transaction_is_open()
+        for key in keys:
+            transactions.refuse_own_row_lock(using, key, certain=True)
+        if any(self._is_a_tests(key) for key in keys):
+            return None
         try:
-            entered = gate is not None and gate.try_enter()
-        except GateClosed:
-            gate, entered = None, False
-        try:
-            if not entered:
-                seen = table.read(connection, request.key)
-                is_anothers = seen is not None and seen.owner != request.owner
-                if seen and is_anothers and not _is_free(seen, gate):
-                    return seen
-            answer = table.take(connection, request)
-            if isinstance(answer, Granted) and entered:
-                answer, gate = answer._replace(gate=gate), None
-            return answer
-        finally:
-            if gate is not None:
-                gate.leave()
+            answer = self._run(
+                self._take_all,
+                request,
+                keys,
+                patience=self._least(patience),
+                again=table.take_all_again,
+            )
+        except OperationalError as error:
+            if not self._is_busy(error):
+                raise
+            return None
+        self._note_test(*keys)
+        warn_of_snapshot(using)
+        return answer
+
+    def _take_all(
+        self, connection: Connection, request: Request, keys: Sequence[str]
+    ) -> list[Granted] | None:
+        if not dialects.of(connection).has_row_locks:
+            return one_writer.take_all(connection, request, keys)
+        request.queued = not self._has_session_locks(connection)
+        return table.take_all(connection, request, keys)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         least = self._least(patience)
@@ -147,10 +181,12 @@ class DatabaseBackend(DatabaseChecks):
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)
 
-    def look(self, key: str, patience: float) -> Reading:
-        least = self._least(patience)
-        seen = self._run(table.read, key, writes=False, patience=least)
-        return seen or Reading()
+    def look(self, keys: Sequence[str], patience: float) -> Reading:
+        how = {"writes": False, "patience": self._least(patience)}
+        if len(keys) == 1:
+            return self._run(table.read, keys[0], **how) or Reading()
+        seen = self._run(table.read_all, keys, **how)
+        return first_free({key: seen.get(key, Reading()) for key in keys})
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
@@ -162,6 +198,15 @@ class DatabaseBackend(DatabaseChecks):
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         again = partial(table.release_again, deadline=deadline)
         return self._run(table.release, grant, count, again=again)
+
+    def release_all(
+        self, grants: Sequence[Grant], *, count: int | None, deadline: float
+    ) -> set[Grant]:
+        again = partial(table.release_all_again, deadline=deadline)
+        return self._run(table.release_all, grants, count, again=again)
+
+    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+        self._run(table.undo_all, grants)
 
     def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
         using = self.using
@@ -178,7 +223,11 @@ class DatabaseBackend(DatabaseChecks):
     def gate(self, key: str) -> Gate | None:
         connection = connections[self.using]
         if not dialects.of(connection).has_row_locks:
-            return file_locks.gate_of(connection, key) if _is_file(connection) else None
+            return (
+                file_locks.gate_of(connection, key)
+                if one_writer.is_file(connection)
+                else None
+            )
         if not self._has_session_locks(connection):
             return None
         shortest = dialects.of(connection).shortest_queueing
@@ -205,10 +254,11 @@ class DatabaseBackend(DatabaseChecks):
     def can_write(self) -> bool:
         return can_write(self.using)
 
-    def guard(self, grant: Grant, using: str | None) -> None:
+    def guard(self, grants: Sequence[Grant], using: str | None) -> None:
+        key = grants[0].key
         if using is not None and using != self.using:
             raise NotSupportedError(
-                f"The lock {grant.key!r} is in the database {self.using!r} and can't "
+                f"The lock {key!r} is in the database {self.using!r} and can't "
                 f"be guarded in a transaction on {using!r}. Use atomic=True, or a "
                 f"FencedModel."
             )
@@ -216,7 +266,7 @@ class DatabaseBackend(DatabaseChecks):
         if not transactions.in_transaction(connection):
             if transactions.transaction_is_open():
                 raise NotSupportedError(
-                    f"The lock {grant.key!r} is in the database {self.using!r}, where "
+                    f"The lock {key!r} is in the database {self.using!r}, where "
                     f"no transaction is open, and can't be guarded in one on another "
                     f"database. Use atomic=True, or a FencedModel."
                 )
@@ -224,9 +274,9 @@ class DatabaseBackend(DatabaseChecks):
                 f"guard() needs an open transaction on the database {self.using!r}: "
                 f"call it inside transaction.atomic(), or use atomic=True."
             )
-        self._verify(connection, grant)
+        self._verify(connection, grants)
 
-    def guard_commits(self, grant: Grant, aliases: Sequence[str]) -> None:
+    def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
         connection = connections[self.using]
         # Of several databases the first commits last.
         last = self.using not in aliases or self.using == aliases[0]
@@ -234,40 +284,53 @@ class DatabaseBackend(DatabaseChecks):
         if transactions.in_test_case(connection) or (
             connection.in_atomic_block and (last or not can_pin)
         ):
-            self._verify(connection, grant, commits=True)
+            self._verify(connection, grants, commits=True)
         else:
-            self._verify(pin_connection(self.using), grant)
+            self._verify(pin_connection(self.using), grants)
 
     def _verify(
-        self, connection: Connection, grant: Grant, *, commits: bool = False
+        self, connection: Connection, grants: Sequence[Grant], *, commits: bool = False
     ) -> None:
         dialect = dialects.of(connection)
-        error: DatabaseError | None = None
+        missing, error = list(grants), None
         try:
-            if table.pin(connection, grant):
-                return
+            missing = table.pin(connection, grants)
         except DatabaseError as raised:
             if not dialect.is_stale_snapshot(raised) and not self._is_busy(raised):
                 raise
             error = raised
-        try:
-            if dialect.has_row_locks:
-                seen = self.read(grant.key)
-            else:
-                with reading_beside(connection) as beside:
-                    seen = table.read(beside, grant.key)
-        except DatabaseError:
-            seen = None
-        reason = seen.reason_for(grant) if seen else "taken"
-        if not dialect.has_row_locks and error is not None and reason is None:
+        if not missing:
+            return
+        seen = self._seen_beside(connection, missing)
+        reasons = {
+            grant: seen[grant.key].reason_for(grant) if grant.key in seen else "taken"
+            for grant in missing
+        }
+        lost = [grant for grant in missing if reasons[grant]] or missing
+        if not dialect.has_row_locks and error is not None and not reasons[lost[0]]:
             # SQLite's one writer is, or was, somebody else: this transaction, which
             # began by reading, has written nothing and won't.
             if commits:
                 return
             raise error
         raise LeaseLost(
-            grant.key, fencing_token=grant.version, reason=reason or "taken"
+            apart(lost[0].key)[0],
+            fencing_token=lost[0].version,
+            reason=reasons[lost[0]] or "taken",
         )
+
+    def _seen_beside(
+        self, connection: Connection, grants: Sequence[Grant]
+    ) -> dict[str, Reading]:
+        """Read what the caller's transaction may not see, or not yet."""
+        keys = [grant.key for grant in grants]
+        try:
+            if dialects.of(connection).has_row_locks:
+                return self._run(table.read_all, keys, writes=False)
+            with reading_beside(connection) as beside:
+                return table.read_all(beside, keys)
+        except DatabaseError:
+            return {}
 
     # Tests
 
@@ -282,6 +345,11 @@ class DatabaseBackend(DatabaseChecks):
         self, connection: object, renewal: Renewal, lost: Callable[[str], object]
     ) -> None:
         self._owed[renewal.grant] = connection, renewal, lost
+
+    def _note_test(self, *keys: str) -> None:
+        if transactions.in_test_case(connection := connections[self.using]):
+            place = connection, connection.atomic_blocks[0]
+            self._of_tests |= dict.fromkeys(keys, place)
 
     def _is_a_tests(self, key: str) -> bool:
         """Tell whether a key's row may be in the transaction of another thread's test.
@@ -313,17 +381,3 @@ class DatabaseBackend(DatabaseChecks):
         locks = apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
         for key in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             locks.force_release(key, by="dblocks.test", reason="cleared")
-
-
-def _is_free(seen: Reading, gate: Gate | None) -> bool:
-    """Tell whether a key is free, also of those that have its gate or queue there.
-
-    They may be stopped; or it was taken from a holder that doesn't know it yet.
-    """
-    is_waited_for = gate is not None and seen.acquired_at is not None
-    return seen.remaining <= (-PINNED_GRACE if is_waited_for else 0.0)
-
-
-def _is_file(connection: Any) -> bool:
-    in_test = transactions.in_test_case(connection)
-    return not in_test and not connection.is_in_memory_db()

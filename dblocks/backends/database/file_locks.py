@@ -212,6 +212,16 @@ class FileLock(Gate):
             raise GateClosed from error
         return self.held
 
+    def is_free(self) -> bool:
+        """Tell whether nobody has entered it or queues for it."""
+        with suppress(OSError):
+            descriptor = _Descriptor.take(self._path)
+            try:
+                return all(map(descriptor.is_free, (self._byte, self._byte + 1)))
+            finally:
+                descriptor.give_back()
+        return True
+
     def enter(self, seconds: float) -> None:
         new = None
         try:

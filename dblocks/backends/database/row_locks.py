@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,11 +45,21 @@ class StaleSnapshot(OperationalError):
     """The transaction sees the key's row as it was some time ago."""
 
 
-class _Wait:
-    """One caller's wait for a row."""
+class Incomplete(Exception):
+    """Not all of the rows could be locked."""
 
-    def __init__(self, key: str, how: RowWait) -> None:
-        self.key = key
+
+class _Wait:
+    """One caller's wait for the rows of some keys.
+
+    Attributes:
+        keys: In the order in which everybody locks them.
+        key: The one that is taken, as far as is known.
+    """
+
+    def __init__(self, keys: Sequence[str], how: RowWait) -> None:
+        self.keys = keys
+        self.key = keys[0]
         self.how = how
         self.started = time.monotonic()
         self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
@@ -57,6 +67,11 @@ class _Wait:
     @property
     def left(self) -> float:
         return max(0.0, self.give_up - time.monotonic())
+
+    def taken(self, seen: Mapping[str, Reading]) -> Reading:
+        """Return what was seen of the key that is taken for longest, and note it."""
+        self.key = max(self.keys, key=lambda key: seen[key].remaining)
+        return seen[self.key]
 
     def pause(self, longest: float) -> None:
         """Sleep between two looks at a lease, the longer the longer it has lasted."""
@@ -84,33 +99,38 @@ class _Wait:
         return error
 
 
-def lock_row(using: str, key: str, how: RowWait) -> Any:
-    """Lock a key's row in the current transaction; ``None`` if it is passed over."""
+def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
+    """Lock the rows of some keys in the current transaction.
+
+    Returns the rows by key, or ``None`` if they are passed over.
+    """
     connection = connections[using]
     if not connection.in_atomic_block:
         raise TransactionManagementError(
-            f"for_update({key!r}) locks a row until the end of a transaction: call it "
-            f"inside transaction.atomic(using={using!r})."
+            f"for_update({keys[0]!r}) locks a row until the end of a transaction: call "
+            f"it inside transaction.atomic(using={using!r})."
         )
-    return _locked(connection, _Wait(key, how), fresh=False)
+    return _locked(connection, _Wait(keys, how), fresh=False)
 
 
 def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
-    """Lock the row, and remember it; ``fresh``: the transaction was begun for it."""
+    """Lock the rows, and remember it; ``fresh``: the transaction was begun for it."""
     if not dialects.of(connection).has_row_locks:
         return _lock_sqlite(connection, wait)
-    row = _lock(connection, wait, fresh)
-    if row is not None:
-        transactions.note_row_lock(connection.alias, wait.key)
-    return row
+    rows = _lock(connection, wait, fresh)
+    for key in rows or ():
+        transactions.note_row_lock(connection.alias, key)
+    return rows
 
 
 @contextmanager
-def own_transaction(connection: Connection, key: str, how: RowWait) -> Iterator[Any]:
-    """A transaction that begins with the key's row locked."""
+def own_transaction(
+    connection: Connection, keys: Sequence[str], how: RowWait
+) -> Iterator[Any]:
+    """A transaction that begins with the rows of some keys locked."""
     begin = _begin if dialects.of(connection).has_row_locks else _begin_sqlite
     with ExitStack() as block:
-        yield begin(connection, _Wait(key, how), block)
+        yield begin(connection, _Wait(keys, how), block)
 
 
 # Databases with row locks
@@ -122,7 +142,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
         with ExitStack() as attempt:
             attempt.enter_context(transaction.atomic(using=connection.alias))
             try:
-                row = _locked(connection, wait, fresh=True)
+                rows = _locked(connection, wait, fresh=True)
             except OperationalError as error:
                 # The snapshot is older than what the last holder wrote. Nothing was
                 # done in this transaction yet: another one begins.
@@ -133,7 +153,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
                     raise wait.timed_out(None) from error
             else:
                 block.enter_context(attempt.pop_all())
-                return row
+                return rows
 
 
 def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
@@ -141,30 +161,31 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     while True:
         # By reading, on another connection: a leased row must never stay locked, or
         # its holder could not renew it.
-        look = table.read if unseen else table.ensure_row
-        seen = run(connection.alias, look, wait.key)
-        if seen is None:
+        look = table.read_all if unseen else table.ensure_rows
+        found = run(connection.alias, look, wait.keys)
+        if len(found) < len(wait.keys):
             # Gone while it was queued for. InnoDB may have locked the gap that it left
             # for this transaction, and nobody else could make it again.
             if fresh:
                 raise StaleSnapshot(f"The row of the lock {wait.key!r} was deleted.")
-            seen = table.ensure_row(connection, wait.key)
+            found = table.ensure_rows(connection, wait.keys)
+        seen = wait.taken(found)
         if seen.remaining > 0:
             if not wait.left:
                 return wait.refuse(seen)
             wait.pause(seen.remaining)
             continue
         try:
-            row = _select(connection, wait, mark=fresh)
+            rows = _select(connection, wait, mark=fresh)
         except WaitOver:
             if wait.left and not wait.how.skip:
                 continue
             return wait.refuse(seen)
-        if row is not None:
-            return row
+        if rows is not None:
+            return rows
         if wait.how.skip and (
             not dialects.of(connection).snapshots_hide_rows
-            or _rows(connection).filter(key=wait.key, expires_at__lte=UtcNow()).exists()
+            or _free_rows(connection, wait).count() == len(wait.keys)
         ):
             return None
         unseen += 1
@@ -177,31 +198,42 @@ def _rows(connection: Connection) -> Any:
     return apps.get_model("dblocks", "DistributedLock").objects.using(connection.alias)
 
 
+def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
+    keys = [*wait.keys, *more]
+    return _rows(connection).filter(key__in=keys, expires_at__lte=UtcNow())
+
+
 def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
-    """Lock the row if it is free of a lease; ``None`` if it isn't, or can't be seen.
+    """Lock the rows if all are free of a lease; ``None`` if not, or if unseen.
 
     Where transactions have snapshots, a ``mark`` sees to it that PostgreSQL refuses the
     row to the next one if its snapshot is older than this one's commit.
     """
-    key, skip, left = wait.key, wait.how.skip, wait.left
+    skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
-    keys = [key]
+    more = []
     dialect = dialects.of(connection)
     if dialect.keeps_row_locks and (
         dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
     ):
         # By range, InnoDB lets go of a row that turns out not to match; "key = …"
         # keeps it locked. With snapshots it keeps both, and the gap behind the row.
-        keys.append(f"{key}\0")
-    free = _rows(connection).filter(key__in=keys, expires_at__lte=UtcNow())
-    rows = free.select_for_update(nowait=nowait, skip_locked=skip)
+        more.append(f"{wait.keys[0]}\0")
+    free = _free_rows(connection, wait, *more).order_by("key")
+    locking = free.select_for_update(nowait=nowait, skip_locked=skip)
     limit = None if nowait or skip or left > 86400 else left
     try:
         with dialect.bounded(connection, limit) as isolation:
-            row = next(iter(rows), None)
-            if mark and row is not None and isolation not in WITHOUT_SNAPSHOT:
-                table.touch(connection, key)
-            return row
+            rows = {row.key: row for row in locking}
+            if len(rows) < len(wait.keys):
+                # Where that is possible, the others are let go.
+                raise Incomplete
+            if mark and isolation not in WITHOUT_SNAPSHOT:
+                for key in rows:
+                    table.touch(connection, key)
+            return rows
+    except Incomplete:
+        return None
     except OperationalError as error:
         if dialect.is_wait_over(error):
             raise WaitOver from error
@@ -235,19 +267,20 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     the holder from releasing.
     """
     while True:
-        seen = run(connection.alias, table.read, wait.key) or Reading()
+        found = run(connection.alias, table.read_all, wait.keys)
+        seen = wait.taken({key: found.get(key, Reading()) for key in wait.keys})
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:
                 try:
                     with _bounded(connection, left):
                         attempt.enter_context(transaction.atomic(connection.alias))
-                        seen = _take_write_lock(connection, wait.key)
+                        seen = _take_write_lock(connection, wait)
                 except WaitOver:
                     return wait.refuse(seen)
                 if seen.remaining <= 0:
                     block.enter_context(attempt.pop_all())
-                    return _row(connection, wait.key)
+                    return _sqlite_rows(connection, wait)
         if left == 0:
             return wait.refuse(seen)
         wait.pause(LONGEST_PAUSE)
@@ -256,27 +289,33 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
     with reading_beside(connection) as beside:
-        while (seen := table.read(beside, wait.key)) and seen.remaining > 0:
+        while True:
+            found = table.read_all(beside, wait.keys)
+            seen = wait.taken({key: found.get(key, Reading()) for key in wait.keys})
+            if seen.remaining <= 0:
+                break
             if not wait.left:
                 return wait.refuse(seen)
             wait.pause(seen.remaining)
     try:
         with _bounded(connection, wait.left):
-            seen = _take_write_lock(connection, wait.key)
+            seen = _take_write_lock(connection, wait)
     except WaitOver:
         return wait.refuse(None)
-    return wait.refuse(seen) if seen.remaining > 0 else _row(connection, wait.key)
+    return wait.refuse(seen) if seen.remaining > 0 else _sqlite_rows(connection, wait)
 
 
-def _take_write_lock(connection: Connection, key: str) -> Reading:
+def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:
     # Before anything is read: from there SQLite waits for no other writer.
-    table.touch(connection, key)
-    return table.ensure_row(connection, key)
+    table.touch(connection, wait.keys[0])
+    return wait.taken(table.ensure_rows(connection, wait.keys))
 
 
-def _row(connection: Connection, key: str) -> Any:
-    transactions.note_row_lock(connection.alias, key)
-    return _rows(connection).get(pk=key)
+def _sqlite_rows(connection: Connection, wait: _Wait) -> Any:
+    for key in wait.keys:
+        transactions.note_row_lock(connection.alias, key)
+    rows = _rows(connection).filter(key__in=wait.keys).order_by("key")
+    return {row.key: row for row in rows}
 
 
 @contextmanager

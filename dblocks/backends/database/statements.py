@@ -53,6 +53,24 @@ class Statements:
         d = self.dialect
         return d.after(d.now, d.seconds(slot)) if given else "NULL"
 
+    def _granted(self, version: str, cools: bool, ends: bool) -> str:
+        d = self.dialect
+        return (
+            f"version = {version}, hold_count = 1, "
+            f"holder = %(holder)s, note = %(note)s, acquired_at = {d.now}, "
+            f"min_until = {self._from_now('hold_at_least', cools)}, "
+            f"max_until = {self._from_now('max_hold', ends)}, "
+            f"expires_at = {self.lease_end}, owner = %(owner)s"
+        )
+
+    def _free(self, queued: bool, gate: str) -> str:
+        if queued:
+            return self.over
+        # The first of those that queue may be a process that was stopped.
+        d = self.dialect
+        grace = d.after(d.now, f"-{PINNED_GRACE}")
+        return d.yields(self.over, f"expires_at <= {grace}", gate)
+
     @cache  # noqa: B019
     def grant(self, queued: bool, cools: bool, ends: bool) -> str:
         """Grant a free key; a row that another transaction has locked counts as taken.
@@ -61,20 +79,54 @@ class Statements:
         ``hold_at_least``, where it ``ends`` a ``max_hold``.
         """
         d = self.dialect
-        free = self.over
-        if not queued:
-            # The first of those that queue may be a process that was stopped.
-            grace = d.after(d.now, f"-{PINNED_GRACE}")
-            free = d.yields(self.over, f"expires_at <= {grace}")
-        free = d.unlocked(f"{self.this_key} AND {free}")
+        version = d.next_version("version + 1")
+        free = d.unlocked(f"{self.this_key} AND {self._free(queued, '%(gate)s')}")
         return (
-            f"{d.at_once}UPDATE {d.table} SET "
-            f"version = {d.next_version('version + 1')}, hold_count = 1, "
-            f"holder = %(holder)s, note = %(note)s, acquired_at = {d.now}, "
-            f"min_until = {self._from_now('hold_at_least', cools)}, "
-            f"max_until = {self._from_now('max_hold', ends)}, "
-            f"expires_at = {self.lease_end}, owner = %(owner)s "
+            f"{d.at_once}UPDATE {d.table} SET {self._granted(version, cools, ends)} "
             f"WHERE {free}{self._returning('version', *d.session)}"
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def grant_all(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
+        """Grant so many keys if all are free and unlocked.
+
+        Without ``RETURNING`` those that are, which the count tells.
+        """
+        d = self.dialect
+        free = self._free(queued, d.gate_of_key)
+        text = d.all_or_none(
+            self._granted("version + 1", cools, ends),
+            f"{d.key} IN ({_keys(size)}) AND {free}",
+            size,
+        )
+        return text + self._returning(d.key, "version")
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def grant_any(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
+        """Grant one of so many rows that is free and unlocked, rather the ``first``."""
+        d = self.dialect
+        free = f"{d.key} IN ({_keys(size)}) AND {self._free(queued, '%(gate)s')}"
+        return (
+            f"UPDATE {d.table} SET {d.tells_permit}"
+            f"{self._granted('version + 1', cools, ends)} "
+            f"WHERE {d.any_unlocked(free)}{self._returning(d.key, 'version')}"
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def versions(self, size: int) -> str:
+        d = self.dialect
+        return (
+            f"SELECT {d.key}, version FROM {d.table} "
+            f"WHERE {d.key} IN ({_keys(size)}) AND owner = %(owner)s"
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def undo(self, size: int) -> str:
+        """End what an owner has just got of so many keys; none of it cools."""
+        d = self.dialect
+        return (
+            f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0 "
+            f"WHERE {d.key} IN ({_keys(size)}) AND owner = %(owner)s"
         )
 
     @cache  # noqa: B019
@@ -125,29 +177,51 @@ class Statements:
     @lru_cache(maxsize=64)  # noqa: B019
     def read_all(self, size: int) -> str:
         d = self.dialect
-        keys = ", ".join(f"%(key{n})s" for n in range(size))
         return (
-            f"SELECT {d.key}, {self.reading} FROM {d.table} WHERE {d.key} IN ({keys})"
+            f"SELECT {d.key}, {self.reading} FROM {d.table} "
+            f"WHERE {d.key} IN ({_keys(size)})"
         )
 
     @cached_property
     def free(self) -> str:
         """End a grant; until its ``min_until`` the key stays taken, cooling."""
-        return (
-            f"UPDATE {self.dialect.table} SET expires_at = CASE {self.cooled} END, "
-            f"owner = '', hold_count = 0 WHERE {self.current}"
-        )
+        return f"UPDATE {self.dialect.table} SET {self._freed} WHERE {self.current}"
+
+    @cached_property
+    def _freed(self) -> str:
+        return f"expires_at = CASE {self.cooled} END, owner = '', hold_count = 0"
 
     @cached_property
     def release(self) -> str:
         """Give back one hold, or all but ``count``; the last one ends the grant."""
-        d = self.dialect
-        left = f"COALESCE({d.integer('count')}, hold_count - 1)"
+        return f"UPDATE {self.dialect.table} SET {self._counted} WHERE {self.current}"
+
+    @cached_property
+    def _counted(self) -> str:
+        left = f"COALESCE({self.dialect.integer('count')}, hold_count - 1)"
         return (
-            f"UPDATE {d.table} SET expires_at = CASE WHEN {left} > 0 THEN expires_at "
+            f"expires_at = CASE WHEN {left} > 0 THEN expires_at "
             f"{self.cooled} END, owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
-            f"hold_count = {left} WHERE {self.current}"
+            f"hold_count = {left}"
         )
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def release_all(self, size: int, frees: bool) -> str:
+        """:attr:`free` or :attr:`release` for so many grants."""
+        d = self.dialect
+        change = self._freed if frees else self._counted
+        text = f"UPDATE {d.table} SET {change} WHERE {self._all_current(size)}"
+        return text + self._returning(d.key, "version")
+
+    def _all_current(self, size: int) -> str:
+        d = self.dialect
+        rows = ", ".join(
+            f"(%(key{n})s, %(owner{n})s, {d.integer(f'version{n}')})"
+            for n in range(size)
+        )
+        # The keys by themselves lead every planner to the index.
+        current = f"({d.key}, owner, version) IN ({d.rows(rows)})"
+        return f"{d.key} IN ({_keys(size)}) AND {current}"
 
     @cached_property
     def force_release(self) -> str:
@@ -160,19 +234,23 @@ class Statements:
             f"WHERE {self.this_key} AND version = {d.integer('version')}"
         )
 
-    @cached_property
-    def pin(self) -> str:
-        """Verify a grant in a transaction and keep others off until its end."""
+    @lru_cache(maxsize=64)  # noqa: B019
+    def pin(self, size: int) -> str:
+        """Verify grants in a transaction and keep others off until its end.
+
+        In the order of the keys, so that two who pin several can't deadlock.
+        """
         d = self.dialect
+        which = self._all_current(size)
         if not d.has_row_locks:
             # The database's only write lock does as well.
             return (
                 f"UPDATE {d.table} SET version = version "
-                f"WHERE {self.current}{self._returning('version')}"
+                f"WHERE {which}{self._returning(d.key, 'version')}"
             )
         return (
-            f"{d.pin_prefix}SELECT version FROM {d.table} "
-            f"WHERE {self.current} {d.strength}"
+            f"{d.pin_prefix}SELECT {d.key}, version FROM {d.table} "
+            f"WHERE {which} ORDER BY {d.key} {d.strength}"
         )
 
     @cached_property
@@ -192,21 +270,18 @@ class Statements:
     def renew(self, size: int, wait: bool, overdue: bool) -> str:
         """Extend so many grants; not locked rows, nor overdue ones, unless told to."""
         d = self.dialect
-        keys = ", ".join(f"%(key{n})s" for n in range(size))
-        rows = ", ".join(
-            f"(%(key{n})s, %(owner{n})s, {d.integer(f'version{n}')})"
-            for n in range(size)
-        )
-        # The keys by themselves lead every planner to the index.
-        current = f"({d.key}, owner, version) IN ({d.rows(rows)})"
-        current = f"{d.key} IN ({keys}) AND {current}"
+        current = self._all_current(size)
         if not overdue:
             current += f" AND expires_at > {d.now}"
         change = f"expires_at = {self.extended}"
         text = f"UPDATE {d.table} SET {change} WHERE {current}"
         if not wait:
-            text = d.renew_unlocked(change, current, size)
+            text = d.update_unlocked(change, current, size)
         return text + self._returning(d.key, "version")
+
+
+def _keys(size: int) -> str:
+    return ", ".join(f"%(key{n})s" for n in range(size))
 
 
 @cache

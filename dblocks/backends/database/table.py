@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from django.apps import apps
 from django.db import DatabaseError, transaction
@@ -24,6 +24,8 @@ from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import dialects, statements
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
+
+T = TypeVar("T")
 
 _BATCH_SIZES = 1, 16, 250
 """How many leases one statement renews; fewer fill up the next larger size."""
@@ -45,12 +47,58 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
     A reading that is overdue means that a transaction has the row locked, or that
     others queue for it.
     """
-    dialect = dialects.of(connection)
-    text = statements.of(dialect)
+    for _attempt in range(3):
+        granted = grant(connection, request, request.key)
+        if granted is None:
+            seen = read(connection, request.key)
+            if seen is not None:
+                return seen
+            granted = create(connection, request, request.key)
+        if granted is not None:
+            return granted
+        ensure_floor(connection)
+    # The row is there and the snapshot of the caller's transaction can't see it.
+    return Reading(version=0, remaining=1.0)
+
+
+def grant(connection: Connection, request: Request, key: str) -> Grant | None:
+    """Grant a row that is free, of the request's key or of one of its permits."""
+    sql, values = granting(connection, request, "grant")
+    values["key"] = key
+    try:
+        version = new_version(connection, sql, values)
+    except DatabaseError as error:
+        if not dialects.of(connection).means_taken(error):
+            raise
+        return None
+    return None if version is None else Grant(key, request.owner, version)
+
+
+def create(connection: Connection, request: Request, key: str) -> Grant | None:
+    """Make a row that is granted; ``None`` if it is there already."""
     cools, ends = bool(request.hold_at_least), request.max_hold < FOREVER
+    sql = _texts(connection).create(cools, ends)
+    values = {"key": key, **_terms(request)}
+    version = inserted(connection, new_version, sql, values)
+    return None if version is None else Grant(key, request.owner, version)
+
+
+def granting(
+    connection: Connection, request: Request, name: str, *size: int
+) -> tuple[str, Values]:
+    """Return a statement that grants to those who needn't yield, and its values."""
+    dialect = dialects.of(connection)
     queued = request.queued or not dialect.has_session_locks
-    values: dict[str, object] = {
-        "key": request.key,
+    values = _terms(request)
+    if not queued:
+        values["gate"] = dialect.session_lock_name(connection, request.key)
+    make = getattr(statements.of(dialect), name)
+    how = bool(request.hold_at_least), request.max_hold < FOREVER
+    return make(*size, queued, *how), values
+
+
+def _terms(request: Request) -> Values:
+    return {
         "owner": request.owner,
         "lease": min(request.lease, request.max_hold),
         "holder": request.holder,
@@ -58,26 +106,65 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
         "hold_at_least": request.hold_at_least,
         "max_hold": request.max_hold,
     }
-    if not queued:
-        values["gate"] = dialect.session_lock_name(connection, request.key)
-    for _attempt in range(3):
-        version = None
-        try:
-            version = new_version(connection, text.grant(queued, cools, ends), values)
-        except DatabaseError as error:
-            if not dialect.means_taken(error):
-                raise
-        if version is None:
-            seen = read(connection, request.key)
-            if seen is not None:
-                return seen
-            create = text.create(cools, ends)
-            version = inserted(connection, new_version, create, values)
-        if version is not None:
-            return Grant(request.key, request.owner, version)
-        ensure_floor(connection)
-    # The row is there and the snapshot of the caller's transaction can't see it.
-    return Reading(version=0, remaining=1.0)
+
+
+def take_all(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
+    """Grant several keys that have rows and are free, all or none of them.
+
+    Args:
+        request: For whom, and how; its own key is of no account.
+    """
+    dialect = dialects.of(connection)
+    if request.explicit and not dialect.returns_rows:
+        # What has just been granted couldn't be told from what the owner has anyway.
+        return None
+    sql, values = granting(connection, request, "grant_all", len(keys))
+    values |= numbered(keys)
+    values["database"] = str(connection.settings_dict["NAME"])
+    if dialect.returns_rows:
+        granted = dict(fetch(connection, sql, values))
+    elif changes(connection, sql, values):
+        versions = _texts(connection).versions(len(keys))
+        granted = dict(fetch(connection, versions, values))
+    else:
+        return None
+    return _complete(connection, request, keys, granted)
+
+
+def take_all_again(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
+    """The same after an attempt that may have been carried out."""
+    if request.explicit:
+        return None
+    values = {"owner": request.owner, **numbered(keys)}
+    granted = dict(fetch(connection, _texts(connection).versions(len(keys)), values))
+    return _complete(connection, request, keys, granted)
+
+
+def _complete(
+    connection: Connection, request: Request, keys: Sequence[str], granted: Any
+) -> list[Granted] | None:
+    """Return the grants, or undo those that are there if some are missing."""
+    if len(granted) == len(keys):
+        owner, limit = request.owner, request.max_hold
+        return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
+    if granted:
+        values = {"owner": request.owner, **numbered(keys)}
+        execute(connection, _texts(connection).undo(len(keys)), values)
+    return None
+
+
+def undo_all(connection: Connection, grants: Sequence[Grant]) -> None:
+    """End grants of one owner that nobody has used; none of them cools."""
+    values = {"owner": grants[0].owner, **numbered([grant.key for grant in grants])}
+    execute(connection, _texts(connection).undo(len(grants)), values)
+
+
+def numbered(keys: Sequence[str]) -> Values:
+    return {f"key{number}": key for number, key in enumerate(keys)}
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
@@ -123,6 +210,17 @@ def read(connection: Connection, key: str) -> Reading | None:
     return _reading(rows[0]) if rows else None
 
 
+def read_all(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
+    """Read several rows; those that are there."""
+    seen: dict[str, Reading] = {}
+    for batch in _batches(keys):
+        slots = _filled_up(batch)
+        text = _texts(connection).read_all(len(slots))
+        for key, *row in fetch(connection, text, numbered(slots)):
+            seen[key] = _reading(row)
+    return seen
+
+
 def _reading(row: Sequence[Any]) -> Reading:
     owner, holder, note, version, acquired_at, remaining, limit = row
     since, limit = as_utc(acquired_at), FOREVER if limit is None else float(limit)
@@ -134,6 +232,39 @@ def release(connection: Connection, grant: Grant, count: int | None = None) -> b
     # The shorter one, where the last hold is given back by who knows it to be that.
     name = "free" if count == 0 else "release"
     return write(connection, name, grant, count=count)
+
+
+def release_all(
+    connection: Connection, grants: Sequence[Grant], count: int | None = None
+) -> set[Grant]:
+    """:func:`release` for several, in one statement; those that were current."""
+    dialect = dialects.of(connection)
+    sql = statements.of(dialect).release_all(len(grants), count == 0)
+    values = {"count": count, **_all_slots(grants)}
+    if dialect.returns_rows:
+        released = set(fetch(connection, sql, values))
+        return {grant for grant in grants if (grant.key, grant.version) in released}
+    changed, _ = execute(connection, sql, values)
+    if changed == len(grants):
+        return set(grants)
+    seen = read_all(connection, [grant.key for grant in grants])
+    return {
+        grant
+        for grant in grants
+        if grant.key in seen
+        and seen[grant.key].version == grant.version
+        and seen[grant.key].owner in {"", grant.owner}
+    }
+
+
+def release_all_again(
+    connection: Connection,
+    grants: Sequence[Grant],
+    count: int | None,
+    deadline: float,
+) -> set[Grant]:
+    """The same after an attempt that may have been carried out."""
+    return {g for g in grants if release_again(connection, g, count, deadline)}
 
 
 def release_again(
@@ -162,9 +293,14 @@ def force_release(connection: Connection, key: str, version: int) -> bool:
     return write(connection, "force_release", Grant(key, "", version))
 
 
-def pin(connection: Connection, grant: Grant) -> bool:
-    """Verify a grant in the current transaction and keep others off until its end."""
-    return bool(fetch(connection, _texts(connection).pin, grant._asdict()))
+def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
+    """Verify grants in the current transaction and keep others off until its end.
+
+    Returns those that are not current.
+    """
+    sql = _texts(connection).pin(len(grants))
+    pinned = set(fetch(connection, sql, _all_slots(grants)))
+    return [grant for grant in grants if (grant.key, grant.version) not in pinned]
 
 
 def touch(connection: Connection, key: str) -> bool:
@@ -193,12 +329,7 @@ def renew(
         for batch in _batches(grants):
             outcome.extended |= _renew_batch(connection, batch, lease, wait, overdue)
     rest = [g for each in alike.values() for g in each if g not in outcome.extended]
-    seen: dict[str, Reading] = {}
-    for batch in _batches(rest):
-        values = {f"key{n}": grant.key for n, grant in enumerate(_filled_up(batch))}
-        text = _texts(connection).read_all(len(values))
-        for key, *row in fetch(connection, text, values):
-            seen[key] = _reading(row)
+    seen = read_all(connection, [grant.key for grant in rest])
     for grant in rest:
         reason = seen.get(grant.key, Reading()).reason_for(grant)
         if reason is not None:
@@ -206,25 +337,30 @@ def renew(
     return outcome
 
 
-def _batches(grants: list[Grant]) -> Iterator[list[Grant]]:
-    for start in range(0, len(grants), _BATCH_SIZES[-1]):
-        yield grants[start : start + _BATCH_SIZES[-1]]
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), _BATCH_SIZES[-1]):
+        yield items[start : start + _BATCH_SIZES[-1]]
 
 
-def _filled_up(grants: list[Grant]) -> list[Grant]:
+def _filled_up(items: Sequence[T]) -> list[T]:
     """Repeat the last one in every slot that is left over."""
-    size = next(size for size in _BATCH_SIZES if size >= len(grants))
-    return grants + grants[-1:] * (size - len(grants))
+    size = next(size for size in _BATCH_SIZES if size >= len(items))
+    return [*items, *[items[-1]] * (size - len(items))]
+
+
+def _all_slots(grants: Sequence[Grant]) -> Values:
+    return {
+        f"{name}{number}": value
+        for number, grant in enumerate(grants)
+        for name, value in grant._asdict().items()
+    }
 
 
 def _renew_batch(
-    connection: Connection, grants: list[Grant], lease: float, *how: bool
+    connection: Connection, grants: Sequence[Grant], lease: float, *how: bool
 ) -> set[Grant]:
     slots = _filled_up(grants)
-    values: dict[str, object] = {"lease": lease}
-    for number, grant in enumerate(slots):
-        for name, value in grant._asdict().items():
-            values[f"{name}{number}"] = value
+    values = {"lease": lease, **_all_slots(slots)}
     dialect = dialects.of(connection)
     sql = statements.of(dialect).renew(len(slots), *how)
     if dialect.returns_rows:
@@ -248,13 +384,17 @@ def ensure_floor(connection: Connection) -> None:
     inserted(connection, changes, _texts(connection).create_floor, {})
 
 
-def ensure_row(connection: Connection, key: str) -> Reading:
-    """Read a key, whose row is made, free, if there is none."""
+def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
+    """Read several keys, whose rows are made, free, where there are none."""
     create = _texts(connection).create_free
-    while (seen := read(connection, key)) is None:
-        if not inserted(connection, changes, create, {"key": key}):
-            ensure_floor(connection)
-    return seen
+    while True:
+        seen = read_all(connection, keys)
+        missing = [key for key in keys if key not in seen]
+        if not missing:
+            return seen
+        for key in missing:
+            if not inserted(connection, changes, create, {"key": key}):
+                ensure_floor(connection)
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from ...holding import owners
 from ...leases import Lease
 from ...waiting import queue
 from ...waiting.steps import InThread, run
-from ...waiting.wait import get_in, give_back
+from ...waiting.together import Refused, get_all_in, give_all_back
 from .. import run_plan, statuses
 from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
@@ -229,19 +229,20 @@ class Waiter(InThread):
             raise statuses.database_failure(error, using) from error
 
     def _acquire(self) -> Lease | None:
-        attempt = self._plan.lock._attempt(by=self._owner)
+        attempts = self._plan.lock._attempts(by=self._owner)
         try:
-            found = run(get_in(self, attempt))
+            found = run(get_all_in(self, attempts))
         except CalledOff:
             return None
-        if isinstance(found, Reading):
-            self.reading = found
-            self._plan.lock._timed_out(attempt, found)
+        if isinstance(found, Refused):
+            self.reading = found.seen
+            self._plan.lock._timed_out(found)
             return None
         if self.called_off.is_set():
-            give_back(found)
+            give_all_back(found)
             return None
-        return self._plan.lock._lease(attempt, found)
+        lease: Lease = self._plan.lock._leases(attempts, found)
+        return lease
 
     async def call(self, function: Callable[[], T]) -> T:
         self._go_on()

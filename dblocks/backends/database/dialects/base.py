@@ -84,10 +84,25 @@ class Dialect:
     next_version: Shape = "{}".format
     #: A condition, of rows that no transaction has locked.
     unlocked: Shape = "{}".format
-    #: The key is free, or has been for long, and nobody queues for it.
+    #: A condition, of one row that fulfils another and that no transaction has locked,
+    #: the ``first`` one if it can be.
+    any_unlocked: Shape = (
+        f"{key} = (SELECT {key} FROM {table} WHERE {{}} "
+        f"ORDER BY CASE {key} WHEN %(first)s THEN 0 ELSE 1 END LIMIT 1)"
+    ).format
+    #: An assignment that makes the reply carry the version of a permit's row and the
+    #: permit's number, where rows can't be returned.
+    tells_permit = ""
+    #: The key is free, or has been for long, and nobody queues for it, that is, has a
+    #: session lock of that name.
     yields: Shape = "{}".format
+    #: The name of the session lock of a row's key, as :meth:`session_lock_name` makes
+    #: it; ``%(database)s`` is the database's.
+    gate_of_key = ""
     #: A change of at most so many rows that passes over locked ones.
-    renew_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
+    update_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
+    #: The same of exactly so many rows, or of none; without ``RETURNING`` of fewer.
+    all_or_none: Shape
 
     #: What a grant returns besides its version, for :meth:`note_session`.
     session: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from django.core.checks import CheckMessage
 from django.db import InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
+from ....permits import MAX_PERMITS, SEPARATOR
 from ...messages import warning
 from .base import TABLE, Dialect, ask, digest
 
@@ -44,9 +45,22 @@ class MySQL(Dialect):
         f"{key} = (SELECT * FROM (SELECT {key} FROM {table} WHERE {{}} "
         f"FOR UPDATE SKIP LOCKED) AS locked)"
     ).format
-    yields = "{} AND ({} OR IS_FREE_LOCK(%(gate)s))".format
+    # In no order: to sort is to lock all rows that others might have.
+    any_unlocked = (
+        f"{key} = (SELECT * FROM (SELECT {key} FROM {table} WHERE {{}} "
+        f"LIMIT 1 FOR UPDATE SKIP LOCKED) AS locked)"
+    ).format
+    # The version as it was before: assignments are made from left to right.
+    tells_permit = (
+        f"hold_count = LAST_INSERT_ID((version + 1) * {MAX_PERMITS} "
+        f"+ SUBSTRING_INDEX({key}, CHAR({ord(SEPARATOR)} USING utf8mb4), -1)) * 0, "
+    )
+    yields = "{} AND ({} OR IS_FREE_LOCK({}))".format
+    gate_of_key = (
+        f"CONCAT('dblocks:', LEFT(SHA2(CONCAT(%(database)s, CHAR(0), {key}), 256), 40))"
+    )
 
-    def renew_unlocked(self, change: str, which: str, n: int) -> str:
+    def update_unlocked(self, change: str, which: str, n: int) -> str:
         # Only this shape never waits for a row. The optimizer must find the unlocked
         # rows first and come to the others by the primary key, or it locks what it
         # passes, and the LIMIT keeps the derived table from being merged, without
@@ -57,6 +71,8 @@ class MySQL(Dialect):
             f"UPDATE ({rows} FOR UPDATE SKIP LOCKED) AS due STRAIGHT_JOIN {by_primary} "
             f"ON {self.table}.{self.key} = due.{self.key} SET {change}"
         )
+
+    all_or_none = update_unlocked
 
     transient = frozenset({1020, 1205, 1213, 3058, 3572})
     stale_snapshot = 1020

@@ -72,18 +72,35 @@ class PostgreSQL(Dialect):
     unlocked = (
         f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} FOR UPDATE SKIP LOCKED)'
     ).format
+    any_unlocked = (
+        f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} '
+        f'ORDER BY CASE "key" WHEN %(first)s THEN 0 ELSE 1 END '
+        f"LIMIT 1 FOR UPDATE SKIP LOCKED)"
+    ).format
     # The session lock is taken for the moment of the statement, whose commit frees it.
     # It must not be tried for a key that isn't free: hence the CASE.
     yields = (
-        "CASE WHEN {} THEN {} OR PG_TRY_ADVISORY_XACT_LOCK(%(gate)s::bigint) "
-        "ELSE FALSE END"
+        "CASE WHEN {} THEN {} OR PG_TRY_ADVISORY_XACT_LOCK({}::bigint) ELSE FALSE END"
     ).format
+    gate_of_key = (
+        "('x' || ENCODE(SUBSTRING(SHA256(DECODE('64626c6f636b7300', 'hex') "
+        "|| CONVERT_TO(\"key\", 'UTF8')) FROM 1 FOR 8), 'hex'))::bit(64)"
+    )
 
-    def renew_unlocked(self, change: str, which: str, n: int) -> str:
+    def update_unlocked(self, change: str, which: str, n: int) -> str:
         rows = f"SELECT {self.key} FROM {self.table} WHERE {which}"
         rows += " FOR NO KEY UPDATE SKIP LOCKED"
         # Not IN, which may become a join that runs the subquery again for each row.
         return f"UPDATE {self.table} SET {change} WHERE {self.key} = ANY(ARRAY({rows}))"
+
+    def all_or_none(self, change: str, which: str, n: int) -> str:
+        rows = f"SELECT {self.key} FROM {self.table} WHERE {which}"
+        return (
+            f"WITH due AS MATERIALIZED ({rows} FOR NO KEY UPDATE SKIP LOCKED) "
+            f"UPDATE {self.table} SET {change} "
+            f"WHERE {self.key} = ANY(ARRAY(SELECT {self.key} FROM due)) "
+            f"AND (SELECT COUNT(*) FROM due) = {n}"
+        )
 
     session = ("PG_BACKEND_PID()",)
 

@@ -68,6 +68,10 @@ class SQLite(Dialect):
     share = ""
     strength = ""
     rows = "VALUES {}".format
+    all_or_none = (
+        f"UPDATE {Dialect.table} SET {{0}} WHERE {{1}} "
+        f"AND (SELECT COUNT(*) FROM {Dialect.table} WHERE {{1}}) = {{2}}"
+    ).format
     stale_snapshot = "SQLITE_BUSY_SNAPSHOT"
 
     def after(self, moment: str, seconds: str) -> str:

@@ -1,0 +1,130 @@
+"""Taking keys on SQLite, where a write keeps all other writers out.
+
+Who is refused must not write. A key's gate tells without a statement that nobody has
+the key; who comes from elsewhere, or without a gate, reads first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ...permits import row_keys
+from ..gates import GateClosed
+from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
+from . import permit_rows, table, transactions
+from .file_locks import FileLock, gate_of
+
+MOST_GATES = 32
+"""Gates that one acquisition enters, each of which has a file open."""
+
+
+def is_file(connection: Any) -> bool:
+    """Tell whether other connections come to the same database."""
+    in_test = transactions.in_test_case(connection)
+    return not in_test and not connection.is_in_memory_db()
+
+
+def gate(connection: Connection, key: str) -> FileLock | None:
+    """Return a new gate to queue at for a key, where there is one."""
+    return gate_of(connection, key) if is_file(connection) else None
+
+
+def take(connection: Connection, request: Request) -> Granted | Reading:
+    """Grant a key, or one of its permits."""
+    is_one = request.permits == 1
+    if not is_file(connection) or (request.queued and is_one):
+        grants = table.take if is_one else permit_rows.take
+        return grants(connection, request)
+    return _take_one(connection, request) if is_one else _take_any(connection, request)
+
+
+def _take_one(connection: Connection, request: Request) -> Granted | Reading:
+    entrance = gate_of(connection, request.key)
+    try:
+        entered = entrance is not None and entrance.try_enter()
+    except GateClosed:
+        entrance, entered = None, False
+    try:
+        if not entered:
+            seen = table.read(connection, request.key)
+            is_anothers = seen is not None and seen.owner != request.owner
+            if seen and is_anothers and not _is_free(seen, entrance):
+                return seen
+        answer = table.take(connection, request)
+        if isinstance(answer, Granted) and entered:
+            answer, entrance = answer._replace(gate=entrance), None
+        return answer
+    finally:
+        if entrance is not None:
+            entrance.leave()
+
+
+def _take_any(connection: Connection, request: Request) -> Granted | Reading:
+    """Grant a permit; the key's own gate is for those that wait for one."""
+    keys = row_keys(request.key, request.permits)
+    queue = None if request.queued else gate_of(connection, request.key)
+    if queue is not None and queue.is_free():
+        queue = None
+    if queue is None and not request.explicit:
+        first = request.permit
+        for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
+            answer = permit_rows.take_one(connection, request, key)
+            if isinstance(answer, Granted):
+                return answer._replace(gate=gate)
+            gate.leave()
+    found = table.read_all(connection, keys)
+    mine = any(found[key].owner == request.owner for key in found)
+    seen = first_free({key: found.get(key, Reading()) for key in keys})
+    if not mine and not _is_free(seen, queue):
+        return seen
+    return permit_rows.take(connection, request)
+
+
+def take_all(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
+    """Grant several keys that have rows and are free, all or none of them."""
+    gates: list[FileLock] = []
+    if is_file(connection) and len(keys) <= MOST_GATES:
+        gates = [gate for _, gate in _enter(connection, keys, most=len(keys))]
+    try:
+        if len(gates) < len(keys):
+            seen = table.read_all(connection, keys)
+            if not all(key in seen and _is_free(seen[key], None) for key in keys):
+                return None
+        granted = table.take_all(connection, request, keys)
+        if granted is not None and len(gates) == len(keys):
+            pairs = zip(granted, gates, strict=True)
+            granted, gates = [each._replace(gate=gate) for each, gate in pairs], []
+        return granted
+    finally:
+        for gate in gates:
+            gate.leave()
+
+
+def _enter(
+    connection: Connection, keys: Sequence[str], *, most: int
+) -> list[tuple[str, FileLock]]:
+    """Enter gates that can be entered now, so many at most."""
+    entered: list[tuple[str, FileLock]] = []
+    with suppress(GateClosed):
+        for key in keys:
+            gate = gate_of(connection, key)
+            if gate is not None and gate.try_enter():
+                entered.append((key, gate))
+            if gate is None or len(entered) == most:
+                break
+    return entered
+
+
+def _is_free(seen: Reading, gate: FileLock | None) -> bool:
+    """Tell whether a key is free, also of those that have its gate or queue there.
+
+    They may be stopped; or it was taken from a holder that doesn't know it yet.
+    """
+    is_waited_for = gate is not None and seen.acquired_at is not None
+    return seen.remaining <= (-PINNED_GRACE if is_waited_for else 0.0)

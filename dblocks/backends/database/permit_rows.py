@@ -1,0 +1,76 @@
+"""The permits of a lock: one of several rows is granted, whichever is free."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ...permits import MAX_PERMITS, row_key, row_keys
+from ..values import Grant, Granted, Reading, Request, first_free
+from . import dialects, table
+from .execution import execute, fetch
+
+
+def take(connection: Connection, request: Request) -> Granted | Reading:
+    """Grant a free permit, or count one more hold of the owner's own.
+
+    A reading is of the permit that is free first; if that is overdue, a transaction has
+    its row locked, or others queue for the key.
+    """
+    if request.explicit:
+        return take_again(connection, request)
+    return _take(connection, request)
+
+
+def take_again(connection: Connection, request: Request) -> Granted | Reading:
+    """The same where the owner may have a permit already."""
+    keys = row_keys(request.key, request.permits)
+    for key, seen in table.read_all(connection, keys).items():
+        if seen.owner == request.owner and seen.remaining > 0:
+            return take_one(connection, request, key)
+    return _take(connection, request)
+
+
+def take_one(connection: Connection, request: Request, key: str) -> Granted | Reading:
+    """Grant one permit, if that is free."""
+    return table.take(connection, replace(request, key=key, permits=1))
+
+
+def _take(connection: Connection, request: Request) -> Granted | Reading:
+    keys = row_keys(request.key, request.permits)
+    for _attempt in range(3):
+        grant = _grant_any(connection, request, keys)
+        if grant is None:
+            seen = table.read_all(connection, keys)
+            missing = [key for key in keys if key not in seen]
+            if not missing:
+                return first_free(seen)
+            # Many may begin at the same moment.
+            grant = table.create(connection, request, random.choice(missing))
+        if grant is not None:
+            return Granted(grant, request.max_hold)
+        table.ensure_floor(connection)
+    return Reading(version=0, remaining=1.0)
+
+
+def _grant_any(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> Grant | None:
+    first = row_key(request.key, request.permit)
+    if dialects.of(connection).returns_rows:
+        sql, values = table.granting(connection, request, "grant_any", len(keys))
+        values |= {"first": first, **table.numbered(keys)}
+        for key, version in fetch(connection, sql, values):
+            return Grant(key, request.owner, version)
+        return None
+    grant = table.grant(connection, request, first)
+    if grant is None:
+        sql, values = table.granting(connection, request, "grant_any", len(keys))
+        changed, number = execute(connection, sql, values | table.numbered(keys))
+        if changed and number is not None:
+            version, permit = divmod(number, MAX_PERMITS)
+            grant = Grant(row_key(request.key, permit), request.owner, version)
+    return grant

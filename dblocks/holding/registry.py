@@ -1,0 +1,106 @@
+"""Which holds this process has, and which is the latest of a key."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .. import forks
+from ..backends.base import BaseBackend
+from ..backends.values import Grant
+
+if TYPE_CHECKING:
+    from .holds import Hold
+
+
+class Registry:
+    """The holds of this process.
+
+    The garbage collector and signal handlers may come in the middle of any of this: it
+    is made of single steps on dictionaries and sets.
+    """
+
+    def __init__(self) -> None:
+        #: What is to be done when a key may be free: those who wait set this.
+        self.freed: Callable[[BaseBackend, str], object] = lambda backend, key: None
+        # Kept by those who write the first of these, for an instant.
+        self._mutex = threading.RLock()
+        self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
+        self._all: set[weakref.ref[Hold]] = set()
+        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
+
+    def add(self, hold: Hold) -> None:
+        """Remember a hold; an older one of another grant has been overtaken."""
+        place = hold.backend, hold.grant.key
+        earlier = self.find(*place)
+        ref = hold.ref = weakref.ref(hold, self._all.discard)
+        self._all.add(ref)
+        outdated = None
+        if earlier is not None and earlier.is_live():
+            ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
+            # The answer to an earlier request may come later.
+            outdated = hold if theirs > ours else earlier
+        if outdated is not hold:
+            with self._mutex:
+                self._latest[place] = ref
+        if outdated is not None and earlier and earlier.grant != hold.grant:
+            outdated.lose("taken")
+
+    def watches(self, hold: Hold) -> bool:
+        """Tell whether a hold is still watched over."""
+        return hold.ref in self._all
+
+    def note_forfeited(self, hold: Hold, holds: int) -> None:
+        """Remember the holds of a lost grant, which the engine still counts.
+
+        Its explicit owner may take the key again before it is over there.
+        """
+        lost = hold.backend, hold.grant
+        others = self._forfeited.get(lost, (0, 0.0))[0]
+        self._forfeited[lost] = others + holds, hold.deadline + hold.terms.lease
+
+    def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
+        """Return how many holds of a grant were lost here, to be subtracted once."""
+        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
+
+    def forget(self, now: float) -> None:
+        """Forget what nothing refers to any more, and what is long over."""
+        with self._mutex:
+            for place, ref in list(self._latest.items()):
+                if ref() is None and self._latest.get(place) is ref:
+                    del self._latest[place]
+        for lost, (_, until) in list(self._forfeited.items()):
+            if until <= now:
+                self._forfeited.pop(lost, None)
+
+    def find(self, backend: BaseBackend, key: str) -> Hold | None:
+        """Return the latest hold on a key, live or not, if there is one."""
+        ref = self._latest.get((backend, key))
+        return None if ref is None else ref()
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to watch."""
+        return not self._all
+
+    def all(self) -> list[Hold]:
+        """Return all holds that are neither released nor lost."""
+        return [hold for ref in list(self._all) if (hold := ref()) is not None]
+
+    def discard(self, hold: Hold) -> None:
+        """Forget a hold; as the latest of its key it can still be found."""
+        if hold.ref is not None:
+            self._all.discard(hold.ref)
+
+    def after_fork_in_child(self) -> None:
+        """Count what the parent holds as lost."""
+        holds = self.all()
+        self._mutex = threading.RLock()
+        self._latest, self._all = {}, set()
+        for hold in holds:
+            hold.forget_parent()
+
+
+registry = Registry()
+forks.in_child(registry.after_fork_in_child)

@@ -1,0 +1,349 @@
+"""What one lease and the leases of several keys have in common: verbs, and blocks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.db import (
+    DEFAULT_DB_ALIAS,
+    DatabaseError,
+    InterfaceError,
+    connections,
+    transaction,
+)
+from django.utils.asyncio import async_unsafe
+
+from . import clock, validation
+from .backends.base import BaseBackend
+from .backends.database import transactions
+from .exceptions import LeaseLost
+from .holding.holds import PATIENCE, RELEASED, Hold, release_together
+from .waiting.threads import call_in_thread
+from .waiting.wait import log_lapse
+
+if TYPE_CHECKING:
+    from .leases import Lease
+
+logger = logging.getLogger("dblocks")
+
+sync_only = async_unsafe(
+    "A lock's sync form was used inside a running event loop; use its async twin: "
+    "async with, aacquire(), atry_acquire(), alocked(), arenew(), arelease()."
+)
+
+T = TypeVar("T", bound="LeaseBlock")
+
+
+class LeaseBlock(ABC):
+    """One lease or several, taken together: what is done is done to all of them."""
+
+    def __init__(self, atomic: bool) -> None:
+        self._atomic = atomic
+        self._block: AbstractContextManager[None] | None = None
+        self._deferred = False
+        self._committed = False
+
+    @abstractmethod
+    def _each(self) -> Sequence[Lease]:
+        """Return the leases, in the order of their keys; at least one."""
+
+    @property
+    def _backend(self) -> BaseBackend:
+        return self._each()[0]._hold.backend
+
+    @property
+    def _open(self) -> bool:
+        """Whether something has not been given back."""
+        return any(lease._is_open for lease in self._each())
+
+    @property
+    def backend(self) -> str:
+        """The alias of the backend in ``DBLOCKS``."""
+        return self._backend.alias
+
+    @property
+    def owner(self) -> str:
+        """The owner's id, up to 64 characters."""
+        return self._each()[0]._hold.grant.owner
+
+    @property
+    def lost_reason(self) -> str | None:
+        """Why the lease is lost, or ``None``; of several, why the first was.
+
+        ``"expired"``, ``"taken"`` (somebody else has it), ``"forced"``
+        (force-released, and nobody has had it since), ``"backend"`` (the database was
+        out of reach until the deadline) or ``"forked"`` (a child process inherited
+        it).
+        """
+        first = self._first_lost()
+        return None if first is None else first._hold.lost_reason
+
+    def _first_lost(self) -> Lease | None:
+        lost = [each for each in self._each() if each._hold.lost_reason is not None]
+        return min(lost, key=lambda each: each._hold.over_at, default=None)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is held for all that is known here. No I/O.
+
+        Never true once the database would grant the key to somebody else, but for
+        three cases that :meth:`guard` covers: a force release, known at the next
+        renewal; a database clock that was set forward; and a suspended machine
+        without a clock that counts suspension.
+        """
+        return all(each._hold.is_live() and each._is_open for each in self._each())
+
+    def remaining(self) -> float:
+        """Return the seconds that are left, 0.0 when over; of several, the least.
+
+        Counted on the local monotonic clock from before the last successful request
+        was sent, less a margin of max(10 % of the lease, 0.25 s), itself at most half
+        the lease.
+        """
+        return min(
+            each._hold.remaining() if each._is_open else 0.0 for each in self._each()
+        )
+
+    def check(self) -> None:
+        """Raise :exc:`LeaseLost` unless the lock is :attr:`held`. No I/O."""
+        if not self.held:
+            for each in self._each():
+                each._hold.note_overdue()
+            raise self._lost()
+
+    def _lost(self) -> LeaseLost:
+        first = self._first_lost()
+        if first is None:
+            closed = (each for each in self._each() if not each._is_open)
+            first = next(closed, self._each()[0])
+        return LeaseLost(
+            first.key,
+            fencing_token=first.fencing_token,
+            reason=first._hold.lost_reason or RELEASED,
+        )
+
+    @sync_only
+    def guard(self, using: str | None = None) -> None:
+        """Verify, in the caller's transaction, that the lock is still held.
+
+        Pins the lock's row until that transaction ends: nobody can take the lock over
+        before the commit. It asks the row, not the clock: overdue but not taken
+        passes. The holder's own renewals don't disturb it, at any isolation level.
+        The rows of several keys are verified in one statement, in the order of the
+        keys.
+
+        Args:
+            using: The alias of the transaction's database; default: the lock's.
+
+        Raises:
+            LeaseLost: Somebody else may have the lock; let it roll back the block.
+            TransactionManagementError: There is no transaction open.
+            NotSupportedError: The backend has no guard, or the locks live in another
+                database.
+        """
+        with self._verifying() as holds:
+            self._backend.guard([hold.grant for hold in holds], using)
+
+    @contextmanager
+    def _verifying(self) -> Generator[list[Hold]]:
+        leases = self._each()
+        if any(not x._is_open or x._hold.lost_reason == "forked" for x in leases):
+            raise self._lost()
+        holds = [each._hold for each in leases]
+        try:
+            yield holds
+        except LeaseLost as error:
+            for hold in holds:
+                if (hold.key, hold.grant.version) == (error.key, error.fencing_token):
+                    hold.lose(error.reason)
+            raise
+
+    # Renewing
+
+    @sync_only
+    def renew(self, lease: object = None) -> None:
+        """Extend the lease from now.
+
+        Args:
+            lease: For how long, seconds or ``timedelta``; default: the lock's lease.
+                It never shortens and never passes ``max_hold``.
+
+        Raises:
+            LeaseLost: It is gone; a lost lease is never brought back.
+            DatabaseError: The database is out of reach, or a transaction has the row
+                pinned for longer than a second; the lease runs on as before.
+        """
+        seconds = None if lease is None else validation.lease(lease)
+        self.check()
+        left = [each._hold for each in self._each()]
+        give_up = clock.monotonic() + PATIENCE
+        while True:
+            sent = clock.monotonic()
+            outcome = self._backend.renew([hold.renewal(seconds) for hold in left])
+            for hold in left:
+                if hold.grant in outcome.extended:
+                    hold.extend(sent, seconds)
+                elif hold.grant in outcome.lost:
+                    hold.lose(outcome.lost[hold.grant])
+            settled = {*outcome.extended, *outcome.lost}
+            left = [hold for hold in left if hold.grant not in settled]
+            if not left:
+                break
+            if clock.monotonic() >= give_up:
+                raise DatabaseError(
+                    f"The lease on {left[0].key!r} was not renewed: a transaction has "
+                    f"its row locked. It is held for {left[0].remaining():.1f} s more."
+                )
+            time.sleep(0.01)
+        self.check()
+
+    async def arenew(self, lease: object = None) -> None:
+        """:meth:`renew` for async code."""
+        await call_in_thread(self._backend, lambda: self.renew(lease))
+
+    # Releasing
+
+    @sync_only
+    def release(self) -> bool:
+        """Give the lock back.
+
+        Idempotent. Inside an open transaction the lock is kept, and renewed, until
+        that transaction has ended, by commit or by rollback.
+
+        Returns:
+            ``True`` if it was held until now, ``False`` if it had been lost or given
+            back before.
+
+        Raises:
+            DatabaseError: The database is out of reach; the lease is left to lapse.
+        """
+        return self._release_or_defer()
+
+    async def arelease(self) -> bool:
+        """:meth:`release` for async code. Goes on if the task is cancelled."""
+        return await call_in_thread(self._backend, self._release_now)
+
+    def _release_or_defer(self) -> bool:
+        if self._deferred or not self._open:
+            return False
+        is_live = any(each._hold.is_live() for each in self._each())
+        if is_live and transactions.transaction_is_open():
+            self._deferred = True
+            transactions.at_end(transactions.RELEASE, self._release_at_end)
+            return True
+        return self._release_now()
+
+    def _release_at_end(self) -> None:
+        try:
+            if self._open and not self._release_now() and not self._committed:
+                lost = self._lost()
+                logger.warning(
+                    "lost before the transaction ended key=%r reason=%s",
+                    lost.key,
+                    lost.reason,
+                )
+        except (DatabaseError, InterfaceError) as error:
+            self._log_lapse(error)
+
+    def _release_now(self) -> bool:
+        """Give it back without regard to the transactions of this thread."""
+        closed = [each for each in self._each() if each._close()]
+        held = release_together([each._hold for each in closed], self._committed)
+        for lease, was_held in zip(closed, held, strict=True):
+            if was_held and not lease._hold.counted:
+                lease._tell_released()
+        return len(held) == len(self._each()) and all(held)
+
+    def _forsake(self) -> None:
+        """Give up what is still open without a word to the engine: it lapses."""
+        for each in self._each():
+            if each._close():
+                each._hold.forsake()
+
+    def _log_lapse(self, error: BaseException) -> None:
+        for each in self._each():
+            log_lapse(each._hold, error)
+
+    # As a context manager
+
+    @sync_only
+    def __enter__(self: T) -> T:
+        if self._atomic:
+            block = self._committing()
+            try:
+                block.__enter__()
+            except BaseException:
+                self._leave(sys.exc_info()[0])
+                raise
+            self._block = block
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: Any) -> None:
+        if self._block is not None:
+            block, self._block = self._block, None
+            try:
+                block.__exit__(exc_type, *exc_info)
+            except BaseException:
+                self._leave(sys.exc_info()[0])
+                raise
+        self._leave(exc_type)
+
+    def _leave(self, exc_type: type[BaseException] | None) -> None:
+        try:
+            self._release_or_defer()
+        except (DatabaseError, InterfaceError) as error:
+            self._forsake()
+            self._log_lapse(error)
+        self._raise_if_lost(exc_type)
+
+    def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
+        if exc_type is None and not self._committed and self.lost_reason is not None:
+            raise self._lost()
+
+    async def __aenter__(self: T) -> T:
+        if self._atomic:
+            raise TypeError("atomic=True can't be used with async with.")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, *exc_info: Any
+    ) -> None:
+        try:
+            await self.arelease()
+        except (DatabaseError, InterfaceError, RuntimeError) as error:
+            # RuntimeError: no thread can be started.
+            self._forsake()
+            self._log_lapse(error)
+        self._raise_if_lost(exc_type)
+
+    # Transactions that commit only while the lock is held
+
+    @contextmanager
+    def _committing(self) -> Generator[None]:
+        with transaction.atomic():
+            yield
+            guarded = not connections[DEFAULT_DB_ALIAS].needs_rollback
+            if guarded:
+                self._guard_commits([DEFAULT_DB_ALIAS])
+        self._committed = guarded
+
+    def _guard_commits(self, aliases: Sequence[str]) -> None:
+        """Guard the open transactions on some databases, which are to commit next.
+
+        Raises:
+            LeaseLost: The lock is no longer held.
+        """
+        if not self._backend.has_guard:
+            self.check()
+            return
+        with self._verifying() as holds:
+            self._backend.guard_commits([hold.grant for hold in holds], aliases)
+
+    def _is_in_database(self, using: str) -> bool:
+        return self._backend.is_in_database(using)

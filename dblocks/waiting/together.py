@@ -1,0 +1,150 @@
+"""Several keys at once: all of them or none.
+
+Free keys are asked for together. Where that fails they are taken one by one, in the
+order of their code points, which is everybody's order, so that those who share keys
+can't wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from .. import clock
+from ..backends.values import Reading
+from ..holding.holds import Hold, undo_together
+from ..holding.registry import registry
+from ..holding.renewal import scheduler
+from .attempt import Attempt
+from .queue import queues
+from .steps import InEventLoop, InThread, run
+from .wait import get, get_in, give_back, log_lapse
+
+
+class Refused(NamedTuple):
+    """Which key stayed taken, and what was seen of it."""
+
+    attempt: Attempt
+    seen: Reading
+
+
+def get_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
+    """Get one key or several of a backend in this thread.
+
+    Args:
+        attempts: In the order of their keys; of one owner, with one limit.
+    """
+    if len(attempts) > 1:
+        return run(get_all_in(InThread(), attempts))
+    found = get(attempts[0])
+    return [found] if isinstance(found, Hold) else Refused(attempts[0], found)
+
+
+async def aget_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
+    """:func:`get_all` for async code; waits without holding a thread."""
+    return await get_all_in(InEventLoop(attempts[0].backend, _undo), attempts)
+
+
+async def get_all_in(
+    place: InThread, attempts: Sequence[Attempt]
+) -> list[Hold] | Refused:
+    """:func:`get_all` in steps that are made in this place."""
+    if len(attempts) > 1:
+        return await _Together(attempts, place).get()
+    found = await get_in(place, attempts[0])
+    return [found] if isinstance(found, Hold) else Refused(attempts[0], found)
+
+
+def _undo(found: Any) -> None:
+    if isinstance(found, Hold):
+        give_back(found)
+    elif isinstance(found, list):
+        give_all_back(found)
+
+
+def give_all_back(holds: list[Hold]) -> None:
+    """Undo what was taken of a set; what fails is left to lapse."""
+    try:
+        undo_together(holds)
+    except Exception as error:
+        for hold in holds:
+            log_lapse(hold, error)
+
+
+class _Together:
+    """One attempt at several keys."""
+
+    def __init__(self, attempts: Sequence[Attempt], place: InThread) -> None:
+        self.attempts = attempts
+        self.place = place
+        owner = os.urandom(16).hex()
+        for attempt in attempts:
+            attempt.new_owner = owner
+
+    async def get(self) -> list[Hold] | Refused:
+        """Wait until all are had, or the time is over."""
+        if self._are_unknown_here():
+            holds = await self.place.call(self._take)
+            if holds is not None:
+                return holds
+        while True:
+            found = await self._one_by_one()
+            if isinstance(found, Refused):
+                return found
+            lost = next((hold for hold in found if not hold.is_live()), None)
+            if lost is None:
+                return found
+            # Lost while the later ones were waited for.
+            await self._give_back(found)
+            attempt = self.attempts[found.index(lost)]
+            if clock.monotonic() >= attempt.give_up:
+                return Refused(attempt, Reading())
+
+    def _are_unknown_here(self) -> bool:
+        """Tell whether nobody in this process has one of the keys or waits for one."""
+        for attempt in self.attempts:
+            hold = registry.find(attempt.backend, attempt.key)
+            if hold is not None and hold.is_live():
+                return False
+            if queues.find(attempt.backend, attempt.key) is not None:
+                return False
+        return self.attempts[0].backend.can_write()
+
+    def _take(self) -> list[Hold] | None:
+        first = self.attempts[0]
+        keys = [attempt.key for attempt in self.attempts]
+        patience = first.give_up - clock.monotonic()
+        sent = clock.monotonic()
+        granted = first.backend.try_acquire_all(first.request(), keys, patience)
+        if granted is None:
+            return None
+        holds = [
+            Hold(attempt, each, sent)
+            for attempt, each in zip(self.attempts, granted, strict=True)
+        ]
+        for hold in holds:
+            scheduler.watch(hold)
+        return holds
+
+    async def _one_by_one(self) -> list[Hold] | Refused:
+        holds: list[Hold] = []
+        try:
+            for attempt in self.attempts:
+                found = await get_in(self.place, attempt)
+                if isinstance(found, Reading):
+                    await self._give_back(holds)
+                    return Refused(attempt, found)
+                holds.append(found)
+        except GeneratorExit:
+            # The event loop is closed: they lapse.
+            raise
+        except BaseException:
+            await self._give_back(holds)
+            raise
+        return holds
+
+    async def _give_back(self, holds: list[Hold]) -> None:
+        if holds:
+            await self.place.call(partial(give_all_back, holds))
