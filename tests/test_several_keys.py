@@ -2,35 +2,603 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from dblocks import current_lease, distributed_lock
+import pytest
+from django.db import connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dblocks import (
+    InvalidKey,
+    Lease,
+    LeaseLost,
+    Leases,
+    Lock,
+    LockError,
+    LockTimeout,
+    current_lease,
+    distributed_lock,
+    signals,
+    transaction_lock,
+)
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.factories import AccountFactory
+from tests.fixtures import OtherThread
+from tests.test_ownership import run
+from tests.timing import DEADLINE, SLACK, eventually, takes
+
+Together = Callable[..., Lock[Any]]
 
 
-def test_in_one_order(key: str, backend: str) -> None:
+@pytest.fixture
+def names(key: str) -> list[str]:
+    """Three keys, not in their order."""
+    return [f"{key}:{number}" for number in (3, 1, 2)]
+
+
+@pytest.fixture
+def together(backend: str, names: list[str]) -> Together:
+    """Make locks of the three keys, or of others."""
+
+    def make(*keys: Any, **options: Any) -> Lock[Any]:
+        return distributed_lock(*(keys or names), backend=backend, **options)
+
+    return make
+
+
+@pytest.fixture
+def free(backend: str, other: OtherThread) -> Callable[..., bool]:
+    """Ask whether somebody else can have every one of some keys."""
+
+    def take(*keys: str) -> bool:
+        for key in keys:
+            lease = distributed_lock(key, backend=backend).try_acquire()
+            if lease is None:
+                return False
+            lease.release()
+        return True
+
+    return lambda *keys: bool(other.do(take, *keys))
+
+
+def test_in_one_order(together: Together, names: list[str]) -> None:
     """The leases come by key, in an order of their own; each can be found."""
-    names = [f"{key}:{number}" for number in (3, 1, 2)]
     for _ in range(2):
-        with distributed_lock(*names, backend=backend) as leases:
+        with together() as leases:
+            assert isinstance(leases, Leases)
             assert list(leases) == sorted(names)
             assert leases.held
             assert current_lease() is leases
             assert current_lease(names[0]) is leases[names[0]]
+            assert len({lease.owner for lease in leases.values()}) == 1
         assert not leases.held
+        assert leases.lost_reason is None
 
 
-def test_all_permits_are_taken(key: str, backend: str) -> None:
-    """At most so many owners at a time."""
+def test_equal_keys_count_once(together: Together, key: str) -> None:
+    """The lock says what was given; of a lock that has one key, which."""
+    lock = together(key, key)
+    assert (lock.keys, lock.key) == ((key, key), None)
+    with lock as leases:
+        assert list(leases) == [key]
+        assert leases[key].held
+    assert together(key).key == key
 
-    def lock(**options: Any) -> Any:
-        return distributed_lock(key, permits=3, backend=backend, **options)
 
-    held = [lock(owner=f"owner {number}").acquire(timeout=0) for number in range(3)]
-    assert {lease.permit for lease in held} == {0, 1, 2}
-    assert lock().locked()
-    assert lock().try_acquire() is None
-    held[1].release()
-    with lock() as lease:
-        assert lease.permit == held[1].permit
-    for lease in held:
-        lease.release()
+@pytest.mark.parametrize("known", [True, False], ids=["rows", "no rows"])
+def test_all_or_none(
+    together: Together,
+    names: list[str],
+    free: Callable[..., bool],
+    backend: str,
+    known: bool,
+) -> None:
+    """With one key taken none is had; the error tells of that one."""
+    if known:
+        together().acquire().release()
+    with hold_elsewhere(names[2], backend=backend, note="the import"):
+        assert together(hold_at_least=60).try_acquire() is None
+        with takes(0.2, 0.2 + SLACK), pytest.raises(LockTimeout) as caught:
+            together(hold_at_least=60).acquire(timeout=0.2)
+        assert (caught.value.key, caught.value.note) == (names[2], "the import")
+        assert "held elsewhere" in caught.value.holder
+        assert 20 < caught.value.retry_after <= 60
+        # Nor do they cool: nobody has used them.
+        assert free(names[0], names[1])
+    assert free(*names)
+
+
+def test_one_timeout_for_all(
+    together: Together, names: list[str], backend: str, other: OtherThread
+) -> None:
+    """The second key isn't waited for anew."""
+    first, second = (hold_elsewhere(name, backend=backend) for name in names[1:])
+    with second:
+        first.__enter__()
+        asked = other.start(together().acquire, timeout=0.6)
+        time.sleep(0.4)
+        first.__exit__(None, None, None)
+        with takes(0, 0.2 + SLACK), pytest.raises(LockTimeout) as caught:
+            asked.result(DEADLINE)
+        assert caught.value.key == names[2]
+
+
+def test_waits_for_the_last(
+    together: Together, names: list[str], backend: str, other: OtherThread
+) -> None:
+    """What comes free while it waits is taken."""
+
+    def take() -> list[bool]:
+        with together(timeout=DEADLINE) as leases:
+            return [lease.held for lease in leases.values()]
+
+    with hold_elsewhere(*names[:2], backend=backend):
+        asked = other.start(take)
+        time.sleep(0.3)
+        assert not asked.done()
+    assert asked.result(DEADLINE) == [True] * 3
+
+
+def test_lost_while_others_are_waited_for(
+    together: Together, names: list[str], backend: str, other: OtherThread
+) -> None:
+    """A key that is lost meanwhile is taken again before the block begins."""
+    first, last = sorted(names)[0], sorted(names)[2]
+
+    def take() -> list[bool]:
+        with together(timeout=DEADLINE, lease=0.4, renew=False) as leases:
+            return [lease.held for lease in leases.values()]
+
+    with hold_elsewhere(last, backend=backend):
+        asked = other.start(take)
+        eventually(lambda: distributed_lock(first, backend=backend).locked())
+        time.sleep(0.6)
+    assert asked.result(DEADLINE) == [True] * 3
+
+
+def test_verbs(together: Together, names: list[str]) -> None:
+    """What is done to the leases is done to each."""
+    leases = together(lease=5, renew=False).acquire()
+    leases.check()
+    before = {name: leases[name].remaining() for name in names}
+    assert leases.remaining() <= min(before.values())
+    leases.renew(60)
+    assert all(lease.remaining() > 50 for lease in leases.values())
+    leases[names[0]].renew(90)
+    assert 50 < leases.remaining() < 60
+    assert leases.release() is True
+    assert leases.release() is False
+    with pytest.raises(LeaseLost):
+        leases.check()
+    assert not hasattr(leases, "fencing_token")
+
+
+def test_one_is_released_by_itself(
+    together: Together, names: list[str], free: Callable[..., bool]
+) -> None:
+    """A lease can be given back alone; the set is held no longer, the others are."""
+    with together() as leases:
+        assert leases[names[0]].release() is True
+        assert not leases.held
+        assert free(names[0])
+        assert not free(names[1])
+        with pytest.raises(LeaseLost) as caught:
+            leases.check()
+        assert (caught.value.key, caught.value.reason) == (names[0], "released")
+    assert free(*names)
+
+
+def test_one_is_lost(
+    together: Together, names: list[str], backend: str, free: Callable[..., bool]
+) -> None:
+    """The others stay held until released; the loss is told once, with its lease."""
+    told: list[Lease] = []
+
+    def lose(leases: Leases) -> None:
+        leases.on_lost(told.append)
+        force_release(names[1], backend)
+        with pytest.raises(LeaseLost) as caught:
+            leases.renew()
+        assert caught.value.key == names[1]
+        assert (leases.held, leases.lost_reason) == (False, "forced")
+        eventually(lambda: told, what="the callback")
+        assert told == [leases[names[1]]]
+        assert leases[names[0]].held
+        assert not free(names[0])
+
+    with pytest.raises(LeaseLost) as caught, together() as leases:
+        lose(leases)
+    assert caught.value.key == names[1]
+    assert free(*names)
+    assert len(told) == 1
+
+
+def force_release(key: str, backend: str) -> None:
+    """Force-release a key on the engine under test."""
+    from dblocks.conf import backends
+
+    engine: Any = backends[backend]
+    verbs = DistributedLock.objects if engine.has_table else engine
+    assert verbs.force_release(key)
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("size", [2, 10, 100])
+def test_statements(together: Together, key: str, size: int) -> None:
+    """Free keys cost what one costs, however many they are."""
+    names = [f"{key}:{number}" for number in range(size)]
+    lock = together(*names)
+    lock.acquire().release()
+    for _ in range(2):
+        with CaptureQueriesContext(connection) as taking:
+            leases = lock.acquire()
+        with transaction.atomic(), CaptureQueriesContext(connection) as guarding:
+            leases.guard()
+        with CaptureQueriesContext(connection) as renewing:
+            leases.renew()
+        with CaptureQueriesContext(connection) as releasing:
+            assert leases.release() is True
+        assert len(taking) <= 2, taking.captured_queries
+        assert len(guarding) == 1, guarding.captured_queries
+        assert len(renewing) == 1, renewing.captured_queries
+        assert len(releasing) == 1, releasing.captured_queries
+
+
+def pay(balance: int, account: Any, lock: Any, lost: str | None = None) -> None:
+    """Write a balance under a lock that commits only while it is held."""
+    with lock:
+        account.balance = balance
+        account.save()
+        if lost is not None:
+            DistributedLock.objects.force_release(lost)
+
+
+@pytest.mark.database_backend
+def test_guard(together: Together, names: list[str]) -> None:
+    """The guard pins all rows; one that is lost is enough to roll back."""
+    account = AccountFactory()
+    leases = together().acquire()
+
+    def guarded(balance: int) -> None:
+        with transaction.atomic():
+            pay(balance, account, transaction.atomic())
+            leases.guard()
+
+    guarded(1)
+    DistributedLock.objects.force_release(names[2])
+    with pytest.raises(LeaseLost) as caught:
+        guarded(2)
+    assert (caught.value.key, caught.value.reason) == (names[2], "forced")
+    account.refresh_from_db()
+    assert account.balance == 1
+    assert leases[names[0]].held
+    assert leases.release() is False
+
+
+@pytest.mark.database_backend
+def test_atomic(together: Together, names: list[str]) -> None:
+    """A transaction commits only while all are held."""
+    account = AccountFactory()
+    pay(1, account, together(atomic=True))
+    with pytest.raises(LeaseLost):
+        pay(2, account, together(atomic=True), lost=names[0])
+    account.refresh_from_db()
+    assert account.balance == 1
+
+
+def test_templates_and_callables(backend: str, key: str) -> None:
+    """A decorated call may have several templates, and callables that make several."""
+    seen: list[list[str]] = []
+
+    @distributed_lock(f"{key}:{{source}}", f"{key}:{{target}}", backend=backend)
+    def transfer(source: int, target: int) -> None:
+        found = current_lease()
+        assert isinstance(found, Leases)
+        seen.append(list(found))
+
+    @distributed_lock(lambda cart: [f"{key}:{sku}" for sku in cart], backend=backend)
+    def reserve(cart: list[int]) -> None:
+        found = current_lease()
+        assert isinstance(found, Leases)
+        seen.append(list(found))
+
+    @distributed_lock(
+        f"{key}:shop", lambda cart: {f"{key}:{sku}" for sku in cart}, backend=backend
+    )
+    async def areserve(cart: list[int]) -> None:
+        found = current_lease()
+        assert isinstance(found, Leases)
+        seen.append(list(found))
+
+    transfer(2, 1)
+    transfer(3, target=3)
+    reserve([7, 5, 7])
+    reserve([4])
+    run(areserve([8]))
+    assert seen == [
+        [f"{key}:1", f"{key}:2"],
+        [f"{key}:3"],
+        [f"{key}:5", f"{key}:7"],
+        [f"{key}:4"],
+        [f"{key}:8", f"{key}:shop"],
+    ]
+
+
+@pytest.mark.parametrize("made", [[], iter(()), [""], [5], 5, None, b"key"], ids=repr)
+def test_callable_makes_no_keys(committed: None, made: Any) -> None:
+    """What names no lock is refused before anything happens."""
+
+    @distributed_lock(lambda: made)
+    def work() -> None:
+        raise AssertionError("ran")
+
+    with CaptureQueriesContext(connection) as queries, pytest.raises(InvalidKey):
+        work()
+    assert len(queries) == 0
+
+
+def test_bad_input(committed: None) -> None:
+    """So is what the arguments say wrongly, with the value in the message."""
+    with pytest.raises(InvalidKey, match="empty"):
+        distributed_lock()
+    with pytest.raises(InvalidKey, match="1,000"):
+        distributed_lock(*map(str, range(1001)))
+    with pytest.raises(InvalidKey, match=r"U\+001F"):
+        distributed_lock("a", "b\x1f2")
+    with pytest.raises(ValueError, match="permits=2"):
+        distributed_lock("a", "b", permits=2)
+    with pytest.raises(InvalidKey):
+        transaction_lock()
+    several = distributed_lock(lambda: ["a", "b"], permits=2)
+    with pytest.raises(ValueError, match="permits=2"):
+        several(lambda: None)()
+
+
+def test_a_thousand(together: Together, key: str) -> None:
+    """As many as may be given."""
+    names = [f"{key}:{number}" for number in range(1000)]
+    lock = together(*names, lease=60)
+    for _ in range(2):
+        with lock as leases:
+            assert len(leases) == 1000
+            leases.check()
+
+
+def test_reentering(
+    together: Together, names: list[str], free: Callable[..., bool]
+) -> None:
+    """An owner takes sets that share keys, and single ones of them."""
+    with together(*names[:2]) as outer:
+        with together() as inner, together(names[0]) as single:
+            tokens = {name: lease.fencing_token for name, lease in outer.items()}
+            assert single.fencing_token == inner[names[0]].fencing_token
+            assert (
+                tokens.items()
+                <= {name: lease.fencing_token for name, lease in inner.items()}.items()
+            )
+        assert outer.held
+        assert free(names[2])
+        assert not free(names[0])
+    assert free(*names)
+
+
+def test_explicit_owner(
+    together: Together,
+    names: list[str],
+    other: OtherThread,
+    free: Callable[..., bool],
+) -> None:
+    """Whoever presents the same id re-enters, in whole or in part."""
+    mine = together(owner="me").acquire()
+    theirs = other.do(together(*names[1:], owner="me").acquire, timeout=0)
+    assert mine.release() is True
+    assert free(names[0])
+    assert not free(names[1])
+    assert theirs.held
+    assert other.do(theirs.release) is True
+    assert free(*names)
+    for _ in range(2):
+        with together(owner="me") as leases:
+            assert leases.owner == "me"
+
+
+def test_cooling(
+    together: Together, names: list[str], free: Callable[..., bool]
+) -> None:
+    """What was held and is given back early cools."""
+    with together(hold_at_least=0.5):
+        pass
+    assert not free(names[1])
+    eventually(lambda: free(*names), what="the end of cooling")
+
+
+def test_locked(together: Together, names: list[str], backend: str) -> None:
+    """A set is locked when one of its keys is."""
+    assert not together().locked()
+    with hold_elsewhere(names[1], backend=backend):
+        assert together().locked()
+        assert run(together().alocked())
+    assert not together().locked()
+
+
+def test_signals(together: Together, names: list[str]) -> None:
+    """Each key has signals of its own."""
+    said: list[tuple[str, str]] = []
+
+    def acquired(key: str, **facts: Any) -> None:
+        said.append(("acquired", key))
+
+    def released(key: str, **facts: Any) -> None:
+        said.append(("released", key))
+
+    signals.lock_acquired.connect(acquired)
+    signals.lock_released.connect(released)
+    try:
+        with together():
+            pass
+    finally:
+        signals.lock_acquired.disconnect(acquired)
+        signals.lock_released.disconnect(released)
+    in_order = sorted(names)
+    assert said == [("acquired", name) for name in in_order] + [
+        ("released", name) for name in in_order
+    ]
+
+
+def test_async(together: Together, names: list[str], free: Callable[..., bool]) -> None:
+    """All of it has async twins."""
+
+    async def main() -> None:
+        async with together() as leases:
+            assert list(leases) == sorted(names)
+            assert current_lease() is leases
+            await leases.arenew()
+            assert await together().alocked()
+        assert not leases.held
+        again = await together().atry_acquire()
+        assert again is not None
+        assert await again.arelease() is True
+        assert await again.arelease() is False
+
+    run(main())
+    assert free(*names)
+
+
+def test_cancelled(
+    together: Together, names: list[str], backend: str, free: Callable[..., bool]
+) -> None:
+    """A task that is cancelled at any moment leaves nothing behind."""
+    chance = random.Random(20240229)
+    last = sorted(names)[2]
+
+    async def visit() -> None:
+        async with together(timeout=DEADLINE):
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        for _ in range(40):
+            task = asyncio.create_task(visit())
+            await asyncio.sleep(chance.uniform(0, 0.02))
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        # Where one is taken, the earlier ones are held already.
+        async with hold_elsewhere(last, backend=backend):
+            for _ in range(5):
+                task = asyncio.create_task(visit())
+                await asyncio.sleep(chance.uniform(0.01, 0.1))
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    run(main())
+    eventually(lambda: free(*names), what="the keys")
+
+
+def test_opposite_orders(together: Together, key: str) -> None:
+    """Threads that want overlapping sets in careless orders all get them."""
+    names = [f"{key}:{number}" for number in range(5)]
+    inside: dict[str, int] = dict.fromkeys(names, 0)
+    errors: list[object] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(8):
+                wanted = chance.sample(names, chance.choice([1, 2, 3]))
+                with together(*wanted, timeout=2 * DEADLINE):
+                    for name in wanted:
+                        inside[name] += 1
+                        assert inside[name] == 1, name
+                    time.sleep(0.001)
+                    for name in wanted:
+                        inside[name] -= 1
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * DEADLINE)
+    assert errors == []
+
+
+def test_hold_elsewhere(names: list[str], together: Together, backend: str) -> None:
+    """The competitor of a test holds several as well."""
+    with hold_elsewhere(*names, backend=backend) as leases:
+        assert list(leases) == sorted(names)
+        for name in names:
+            assert together(name).try_acquire() is None
+    with together(timeout=0):
+        pass
+
+
+# In the caller's transaction
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows(names: list[str], size: int, committed: None) -> None:
+    """transaction_lock() locks all rows and yields them by key, in their order."""
+    wanted = names[:size]
+    for _ in range(2):
+        with transaction_lock(*wanted, timeout=DEADLINE) as rows:
+            assert list(rows) == sorted(wanted)
+            assert all(row.key == name for name, row in rows.items())
+            with pytest.raises(LockError):
+                distributed_lock(wanted[0]).acquire(timeout=0)
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("nowait", [True, False])
+def test_rows_of_which_one_is_leased(
+    names: list[str], committed: None, nowait: bool, free: Callable[..., bool]
+) -> None:
+    """All or none; what isn't leased stays free for others."""
+    how: dict[str, Any] = {"nowait": True} if nowait else {"timeout": 0.2}
+    lock = transaction_lock(*names, **how)
+    with hold_elsewhere(names[0]):
+        with pytest.raises(LockTimeout) as caught, lock:
+            raise AssertionError("entered")
+        assert caught.value.key == names[0]
+        assert free(*names[1:])
+        with transaction_lock(*names, skip_locked=True) as rows:
+            assert rows is None
+    with lock as rows:
+        assert len(rows) == 3
+
+
+@pytest.mark.database_backend
+def test_rows_exclude_sets(
+    names: list[str], together: Together, other: OtherThread, committed: None
+) -> None:
+    """Leases of several keys find the rows of a transaction taken."""
+    with transaction_lock(*names[:2]):
+        if connection.vendor == "sqlite":
+            # The one writer's lock.
+            return
+        assert other.do(together().try_acquire) is None
+    lease = other.do(together().try_acquire)
+    assert other.do(lease.release) is True
+
+
+@pytest.mark.database_backend
+def test_rows_by_decorator(key: str, committed: None) -> None:
+    """A decorated call locks the rows of all its keys."""
+    from dblocks.backends.database import transactions
+
+    @transaction_lock(f"{key}:{{one}}", lambda one, two: [f"{key}:{two}"])
+    def work(one: int, two: int) -> list[str]:
+        return sorted(name for _, name in transactions._thread.row_locks)
+
+    assert work(2, 1) == [f"{key}:1", f"{key}:2"]

@@ -161,6 +161,14 @@ class LocMemBackend(BaseBackend):
             self._table.rows[grant.key] = row
             return True
 
+    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+        with self._table.mutex:
+            for grant in grants:
+                row = self._table.row(grant.key)
+                if (row.owner, row.version) == (grant.owner, grant.version):
+                    self._table.rows[grant.key] = replace(row, min_until=0.0)
+            self.release_all(grants, count=0, deadline=deadline)
+
     def force_release(
         self,
         key: str,

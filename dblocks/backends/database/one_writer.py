@@ -66,22 +66,21 @@ def _take_one(connection: Connection, request: Request) -> Granted | Reading:
 def _take_any(connection: Connection, request: Request) -> Granted | Reading:
     """Grant a permit; the key's own gate is for those that wait for one."""
     keys = row_keys(request.key, request.permits)
+    if request.explicit:
+        mine = permit_rows.find(connection, request)
+        if mine is not None:
+            return permit_rows.take_one(connection, request, mine)
     queue = None if request.queued else gate_of(connection, request.key)
-    if queue is not None and queue.is_free():
-        queue = None
-    if queue is None and not request.explicit:
-        first = request.permit
+    if queue is None or queue.is_free():
+        queue, first = None, request.permit
         for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
             answer = permit_rows.take_one(connection, request, key)
             if isinstance(answer, Granted):
                 return answer._replace(gate=gate)
             gate.leave()
     found = table.read_all(connection, keys)
-    mine = any(found[key].owner == request.owner for key in found)
     seen = first_free({key: found.get(key, Reading()) for key in keys})
-    if not mine and not _is_free(seen, queue):
-        return seen
-    return permit_rows.take(connection, request)
+    return permit_rows.take(connection, request) if _is_free(seen, queue) else seen
 
 
 def take_all(

@@ -27,11 +27,18 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 def take_again(connection: Connection, request: Request) -> Granted | Reading:
     """The same where the owner may have a permit already."""
-    keys = row_keys(request.key, request.permits)
-    for key, seen in table.read_all(connection, keys).items():
-        if seen.owner == request.owner and seen.remaining > 0:
-            return take_one(connection, request, key)
+    mine = find(connection, request)
+    if mine is not None:
+        return take_one(connection, request, mine)
     return _take(connection, request)
+
+
+def find(connection: Connection, request: Request) -> str | None:
+    """Return the row of the permit that the owner has, if there is one."""
+    keys = row_keys(request.key, request.permits)
+    seen = table.read_all(connection, keys).items()
+    live = (key for key, it in seen if it.owner == request.owner and it.remaining > 0)
+    return next(live, None)
 
 
 def take_one(connection: Connection, request: Request, key: str) -> Granted | Reading:

@@ -1,0 +1,406 @@
+"""Permits: at most N owners at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from django.db import connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dblocks import (
+    InvalidKey,
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    current_lease,
+    distributed_lock,
+    permits,
+    signals,
+)
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere, move_clock
+from tests.fixtures import OtherThread
+from tests.test_ownership import run
+from tests.timing import DEADLINE, SLACK, takes
+
+Export = Callable[..., Lock[Lease]]
+
+
+@pytest.fixture
+def export(backend: str, key: str) -> Export:
+    """Make locks of the test's key with three permits, or another number."""
+
+    def make(number: int = 3, **options: Any) -> Lock[Lease]:
+        return distributed_lock(key, permits=number, backend=backend, **options)
+
+    return make
+
+
+@pytest.fixture
+def held(export: Export) -> Iterator[list[Lease]]:
+    """All three permits, each held by an owner of its own."""
+    leases = [export(owner=f"owner {n}").acquire(timeout=0) for n in range(3)]
+    yield leases
+    for lease in leases:
+        lease.release()
+
+
+def test_all_are_taken(export: Export, held: list[Lease]) -> None:
+    """At most so many owners at a time; then the next."""
+    assert {lease.permit for lease in held} == {0, 1, 2}
+    assert len({lease.key for lease in held}) == 1
+    assert export().locked()
+    assert export().try_acquire() is None
+    held[1].release()
+    assert not export().locked()
+    with export() as lease:
+        assert lease.permit == held[1].permit
+        assert lease.fencing_token == (held[1].fencing_token or 0) + 1
+        assert export().locked()
+
+
+def test_row_of_each(export: Export, backend: str, key: str) -> None:
+    """Each permit is a row of its own, whose key nobody can ask for."""
+    with export() as lease:
+        row_key = f"{key}\x1f{lease.permit}"
+        assert permits.apart(row_key) == (key, lease.permit)
+        if backend == "default":
+            assert DistributedLock.objects.held().filter(pk=row_key).exists()
+            assert not DistributedLock.objects.filter(pk=key).exists()
+        with pytest.raises(InvalidKey, match=r"U\+001F"):
+            distributed_lock(row_key, backend=backend)
+
+
+def test_one_permit_is_the_plain_lock(export: Export, backend: str, key: str) -> None:
+    """It is the same lock as without the argument."""
+    with export(1) as lease:
+        assert lease.permit == 0
+        with hold_elsewhere(f"{key}:other", backend=backend):
+            pass
+        with pytest.raises(LockTimeout) as caught:
+            hold_elsewhere(key, backend=backend).__enter__()
+        assert caught.value.permit is None
+        # More permits are rows of their own.
+        with export(2, timeout=0):
+            pass
+
+
+def test_error_tells_of_the_next(export: Export, backend: str, key: str) -> None:
+    """A timeout describes the permit that will be free first."""
+    with ExitStack() as stack:
+        for lease, note in ((60, "long"), (20, "short"), (40, "middle")):
+            elsewhere = hold_elsewhere(
+                key, permits=3, lease=lease, note=note, backend=backend
+            )
+            held = stack.enter_context(elsewhere)
+            if note == "short":
+                first = held.permit
+        with pytest.raises(LockTimeout) as caught:
+            export().acquire(timeout=0.1)
+        assert (caught.value.key, caught.value.permit) == (key, first)
+        assert caught.value.note == "short"
+        assert 15 < caught.value.retry_after <= 20
+        assert "all permits" in str(caught.value)
+
+
+def test_reentering(export: Export, other: OtherThread) -> None:
+    """An owner that has a permit gets the same one again, and no second."""
+    with export() as outer:
+        with export() as inner:
+            assert (inner.permit, inner.fencing_token) == (
+                outer.permit,
+                outer.fencing_token,
+            )
+            assert current_lease() is inner
+        others = [other.do(export(owner=f"o{n}").acquire, timeout=0) for n in range(2)]
+        assert outer.held
+        assert other.do(export().try_acquire) is None
+        for lease in others:
+            assert other.do(lease.release) is True
+
+
+def test_explicit_owner(export: Export, other: OtherThread) -> None:
+    """So does whoever presents the same id."""
+    mine = export(owner="me").acquire()
+    theirs = other.do(export(owner="me").acquire, timeout=0)
+    assert theirs.permit == mine.permit
+    assert theirs.fencing_token == mine.fencing_token
+    assert mine.release() is True
+    assert theirs.held
+    assert other.do(theirs.release) is True
+    assert not export(1).locked()
+
+
+def test_other_numbers(export: Export) -> None:
+    """Callers that disagree see the permits below their own number."""
+    leases = [export(4, owner=f"o{n}").acquire(timeout=0) for n in range(4)]
+    by_permit = {lease.permit: lease for lease in leases}
+    assert export(2).try_acquire() is None
+    by_permit[3].release()
+    assert export(2).try_acquire() is None
+    by_permit[1].release()
+    with export(2, timeout=0) as lease:
+        assert lease.permit == 1
+    with export(4, timeout=0) as lease:
+        assert lease.permit in {1, 3}
+    for lease in leases:
+        lease.release()
+
+
+def test_the_last_one_again(export: Export) -> None:
+    """A process begins with the permit that it had last."""
+    with export() as lease:
+        first = lease.permit
+    for _ in range(10):
+        with export() as lease:
+            assert lease.permit == first
+
+
+def test_whichever_comes_free(
+    export: Export, held: list[Lease], other: OtherThread
+) -> None:
+    """A waiter gets the one that is released, wherever it is."""
+
+    def wait() -> int:
+        with export(timeout=DEADLINE) as lease:
+            return lease.permit
+
+    for lease in held:
+        waiting = other.start(wait)
+        time.sleep(0.3)
+        assert not waiting.done()
+        with takes(0, SLACK):
+            lease.release()
+            assert waiting.result(DEADLINE) == lease.permit
+        renewed = export(owner=f"again {lease.permit}").acquire(timeout=0)
+        held[held.index(lease)] = renewed
+        assert renewed.permit == lease.permit
+
+
+def test_never_more(export: Export) -> None:
+    """Threads that come and go are never more than three inside."""
+    inside = most = 0
+    mutex = threading.Lock()
+    errors: list[object] = []
+
+    def work() -> None:
+        nonlocal inside, most
+        try:
+            for _ in range(6):
+                with export(timeout=2 * DEADLINE):
+                    with mutex:
+                        inside += 1
+                        most = max(most, inside)
+                    time.sleep(0.005)
+                    with mutex:
+                        inside -= 1
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * DEADLINE)
+    assert errors == []
+    assert 2 <= most <= 3
+
+
+def test_first_come_first_served(export: Export, held: list[Lease]) -> None:
+    """Tasks of one process get permits in the order in which they asked."""
+    order: list[int] = []
+
+    async def visit(number: int) -> None:
+        async with export(timeout=DEADLINE):
+            order.append(number)
+
+    async def main() -> None:
+        tasks = []
+        for number in range(10):
+            tasks.append(asyncio.create_task(visit(number)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        assert order == []
+        await held[2].arelease()
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert order == list(range(10))
+
+
+@pytest.mark.database_backend
+def test_statements(export: Export, other: OtherThread) -> None:
+    """Where one is free, an acquire and release are two statements, or three."""
+    returns = connection.vendor != "mysql"
+    export().acquire().release()
+    # The rows are there, whichever was tried first.
+    leases = [export(owner=f"o{n}").acquire(timeout=0) for n in range(3)]
+    for lease in leases:
+        lease.release()
+    for busy in range(3):
+        others = [other.do(export(owner=f"x{n}").acquire) for n in range(busy)]
+        with CaptureQueriesContext(connection) as queries, export():
+            pass
+        assert len(queries) <= (2 if returns else 3), queries.captured_queries
+        for lease in others:
+            other.do(lease.release)
+
+
+@pytest.mark.database_backend
+def test_guard(export: Export, key: str, held: list[Lease]) -> None:
+    """Each permit has a guard of its own."""
+    with transaction.atomic():
+        held[0].guard()
+    held[2].release()
+    with export(timeout=0), transaction.atomic():
+        held[0].guard()
+    DistributedLock.objects.filter(pk=f"{key}\x1f{held[0].permit}").get()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE dblocks_distributedlock SET version = version + 1 "
+            f"WHERE {connection.ops.quote_name('key')} = %s",
+            [f"{key}\x1f{held[0].permit}"],
+        )
+    with pytest.raises(LeaseLost) as caught, transaction.atomic():
+        held[0].guard()
+    assert (caught.value.key, held[1].held) == (key, True)
+    assert not held[0].held
+
+
+def test_cooling(export: Export, other: OtherThread) -> None:
+    """A permit that is given back early is kept for hold_at_least."""
+    with export(2, hold_at_least=30), hold_elsewhere_of(export(2)):
+        pass
+    assert not export(2).locked()
+    with hold_elsewhere_of(export(2)):
+        assert other.do(export(2).try_acquire) is None
+    move_clock(31, backend=export().backend)
+    with hold_elsewhere_of(export(2)), export(2, timeout=0):
+        pass
+
+
+def hold_elsewhere_of(lock: Lock[Any]) -> hold_elsewhere:
+    """Let somebody else have one of a lock's permits."""
+    assert isinstance(lock.key, str)
+    return hold_elsewhere(lock.key, permits=lock.permits, backend=lock.backend)
+
+
+def test_decorator(backend: str, key: str) -> None:
+    """A decorated function knows its permit, and is skipped when all are taken."""
+
+    @distributed_lock(f"{key}:{{tenant}}", permits=2, on_locked="skip", backend=backend)
+    def work(tenant: str) -> int:
+        lease = current_lease(f"{key}:{tenant}")
+        return lease.permit
+
+    lock = distributed_lock(f"{key}:a", permits=2, backend=backend)
+    assert work("a") in {0, 1}
+    with hold_elsewhere_of(lock) as first:
+        assert work("a") == 1 - first.permit
+        with hold_elsewhere_of(lock):
+            assert work("a") is None
+            assert work("b") in {0, 1}
+
+
+def test_signals(export: Export, key: str, held: list[Lease]) -> None:
+    """Key and permit are told apart."""
+    said: list[tuple[str, int | None]] = []
+
+    def note(key: str, permit: int | None, **facts: Any) -> None:
+        said.append((key, permit))
+
+    told = signals.lock_released, signals.lock_acquired, signals.lock_timed_out
+    for signal in told:
+        signal.connect(note)
+    try:
+        held[0].release()
+        export(timeout=0).acquire().release()
+        again = export(owner="again").acquire(timeout=0)
+        assert export().try_acquire() is None
+        again.release()
+    finally:
+        for signal in told:
+            signal.disconnect(note)
+    assert [name for name, _ in said] == [key] * len(said)
+    assert said[:3] == [(key, held[0].permit)] * 3
+    assert said[4][1] in {0, 1, 2}
+
+
+def test_async(export: Export) -> None:
+    """All of it has async twins; a waiter costs no thread."""
+
+    async def visit() -> int:
+        async with export(timeout=DEADLINE) as lease:
+            await asyncio.sleep(0.01)
+            return lease.permit
+
+    async def main() -> list[int]:
+        assert not await export().alocked()
+        return await asyncio.gather(*[visit() for _ in range(12)])
+
+    assert set(run(main())) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("number", [0, -1, 1001])
+def test_number_out_of_range(number: int) -> None:
+    """The number of permits has limits."""
+    with pytest.raises(ValueError, match=str(number)):
+        distributed_lock("k", permits=number)
+
+
+@pytest.mark.parametrize("number", [True, "3", 2.0, None], ids=repr)
+def test_number_of_another_type(number: Any) -> None:
+    """It is an int."""
+    with pytest.raises(TypeError, match="permits"):
+        distributed_lock("k", permits=number)
+
+
+def test_long_key(committed: None) -> None:
+    """The key of permits leaves room for their numbers."""
+    distributed_lock("k" * 253, permits=10).acquire().release()
+    for length, number in ((254, 10), (253, 11), (251, 1001 - 1)):
+        lock = distributed_lock("k" * (length + (number == 1000)), permits=number)
+        with CaptureQueriesContext(connection) as queries, pytest.raises(InvalidKey):
+            lock.acquire(timeout=0)
+        assert len(queries) == 0
+
+
+def test_a_thousand(export: Export) -> None:
+    """As many as may be given."""
+    with export(1000) as lease:
+        assert 0 <= lease.permit < 1000
+        with hold_elsewhere_of(export(1000)) as another:
+            assert another.permit != lease.permit
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["rows", "no rows"])
+def test_race(workers: Any, key: str, known: bool, committed: None) -> None:
+    """Of eight processes that try at once, as many get one as there are."""
+    if known:
+        leases = [
+            distributed_lock(key, permits=3, owner=f"o{n}").acquire() for n in range(3)
+        ]
+        for lease in leases:
+            lease.release()
+    racers = workers.start_all("race", [{"key": key, "permits": 3}] * 6)
+    for racer in racers:
+        racer.expect("ready", within=2 * DEADLINE)
+    for racer in racers:
+        racer.tell("go")
+    tokens = [racer.expect("tried")["token"] for racer in racers]
+    for racer in racers:
+        racer.tell("release")
+    for racer in racers:
+        racer.until_done()
+    # Others may have had the row for an instant: they were refused, not let in.
+    assert 1 <= len([token for token in tokens if token is not None]) <= 3, tokens
+    assert not distributed_lock(key, permits=3).locked()
