@@ -155,7 +155,7 @@ class Lock(Generic[L]):
         """
         backend = backends[self.backend]
         return any(
-            backend.look(row_keys(key, self.permits), 0.0).remaining > 0
+            backend.look(row_keys(key, self.permits)).remaining > 0
             for key in self._distinct()
         )
 

@@ -80,8 +80,12 @@ class BaseBackend(ABC):
                 whose other holds this process can't see.
         """
 
-    def look(self, keys: Sequence[str], patience: float) -> Reading:
-        """Look at a key, or its permits, for one that waits for so many seconds more.
+    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+        """Look at the row of a key, or at those of its permits.
+
+        Args:
+            patience: For how many seconds faults that pass may be sat out; by default
+                for the engine's own time.
 
         Returns:
             Who has the key; of permits, the one that is free first.

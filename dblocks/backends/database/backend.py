@@ -181,8 +181,9 @@ class DatabaseBackend(DatabaseChecks):
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)
 
-    def look(self, keys: Sequence[str], patience: float) -> Reading:
-        how = {"writes": False, "patience": self._least(patience)}
+    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+        least = None if patience is None else self._least(patience)
+        how: dict[str, Any] = {"writes": False, "patience": least}
         if len(keys) == 1:
             return self._run(table.read, keys[0], **how) or Reading()
         seen = self._run(table.read_all, keys, **how)

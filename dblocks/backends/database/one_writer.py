@@ -67,9 +67,9 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
     """Grant a permit; the key's own gate is for those that wait for one."""
     keys = row_keys(request.key, request.permits)
     if request.explicit:
-        mine = permit_rows.find(connection, request)
-        if mine is not None:
-            return permit_rows.take_one(connection, request, mine)
+        found = table.read_all(connection, keys)
+        if permit_rows.owned(found, request.owner) is not None:
+            return permit_rows.take(connection, request)
     queue = None if request.queued else gate_of(connection, request.key)
     if queue is None or queue.is_free():
         queue, first = None, request.permit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
@@ -15,7 +15,7 @@ from .execution import execute, fetch
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
-    """Grant a free permit, or count one more hold of the owner's own.
+    """Grant a free permit, or count one more hold of the explicit owner's own.
 
     A reading is of the permit that is free first; if that is overdue, a transaction has
     its row locked, or others queue for the key.
@@ -27,17 +27,27 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 def take_again(connection: Connection, request: Request) -> Granted | Reading:
     """The same where the owner may have a permit already."""
-    mine = find(connection, request)
-    if mine is not None:
-        return take_one(connection, request, mine)
-    return _take(connection, request)
-
-
-def find(connection: Connection, request: Request) -> str | None:
-    """Return the row of the permit that the owner has, if there is one."""
     keys = row_keys(request.key, request.permits)
-    seen = table.read_all(connection, keys).items()
-    live = (key for key, it in seen if it.owner == request.owner and it.remaining > 0)
+    in_turn = keys[request.permit :] + keys[: request.permit]
+    answer: Granted | Reading = Reading()
+    for _attempt in range(3):
+        seen = table.read_all(connection, keys)
+        mine = owned(seen, request.owner)
+        free = (key for key in in_turn if key not in seen or seen[key].remaining <= 0)
+        # All who present the owner's id look for a free one in the same turn: they
+        # meet at one row, which tells the second that the owner has it.
+        key = mine or next(free, None)
+        if key is None:
+            return first_free(seen)
+        answer = take_one(connection, request, key)
+        if isinstance(answer, Granted):
+            break
+    return answer
+
+
+def owned(seen: Mapping[str, Reading], owner: str) -> str | None:
+    """Return the row of the permit that an owner has, if there is one."""
+    live = (key for key, it in seen.items() if it.owner == owner and it.remaining > 0)
     return next(live, None)
 
 
