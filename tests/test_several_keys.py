@@ -472,34 +472,38 @@ def test_async(together: Together, names: list[str], free: Callable[..., bool]) 
 
 
 def test_cancelled(
-    together: Together, names: list[str], backend: str, free: Callable[..., bool]
+    together: Together,
+    names: list[str],
+    backend: str,
+    free: Callable[..., bool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A task that is cancelled at any moment leaves nothing behind."""
     chance = random.Random(20240229)
-    last = sorted(names)[2]
 
-    async def visit() -> None:
-        async with together(timeout=DEADLINE):
-            await asyncio.sleep(0.001)
+    async def visit(timeout: float) -> None:
+        with suppress(LockTimeout):
+            async with together(timeout=timeout):
+                await asyncio.sleep(0.001)
+
+    async def cancel(timeout: float) -> None:
+        task = asyncio.create_task(visit(timeout))
+        await asyncio.sleep(chance.uniform(0, 0.03))
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
     async def main() -> None:
         for _ in range(40):
-            task = asyncio.create_task(visit())
-            await asyncio.sleep(chance.uniform(0, 0.02))
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        # Where one is taken, the earlier ones are held already.
-        async with hold_elsewhere(last, backend=backend):
-            for _ in range(5):
-                task = asyncio.create_task(visit())
-                await asyncio.sleep(chance.uniform(0.01, 0.1))
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            await cancel(DEADLINE)
+        # Where one is taken, the earlier ones are held already, or being given back.
+        async with hold_elsewhere(max(names), backend=backend):
+            for timeout in (DEADLINE, 0, 0.01) * 10:
+                await cancel(timeout)
 
     run(main())
     eventually(lambda: free(*names), what="the keys")
+    assert [r.getMessage() for r in caplog.records if "lost" in r.getMessage()] == []
 
 
 def test_opposite_orders(together: Together, key: str) -> None:

@@ -97,8 +97,8 @@ class _Together:
             if lost is None:
                 return found
             # Lost while the later ones were waited for.
-            await self._give_back(found)
             attempt = self.attempts[found.index(lost)]
+            await self._give_back(found)
             if clock.monotonic() >= attempt.give_up:
                 return Refused(attempt, Reading())
 
@@ -146,5 +146,8 @@ class _Together:
         return holds
 
     async def _give_back(self, holds: list[Hold]) -> None:
-        if holds:
-            await self.place.call(partial(give_all_back, holds))
+        # Once, also where this is cancelled: the call is made whatever becomes of it.
+        due = holds.copy()
+        holds.clear()
+        if due:
+            await self.place.call(partial(give_all_back, due))
