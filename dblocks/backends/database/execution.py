@@ -13,6 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ..values import Grant
 from . import dialects, statements
 from .connections import ReplyLost
+from .dialects import Dialect
 
 Values = dict[str, Any]
 """What a statement's placeholders stand for."""
@@ -25,8 +26,13 @@ def _positional(sql: str) -> tuple[str, tuple[str, ...]]:
     return _NAMED.sub("%s", sql), tuple(_NAMED.findall(sql))
 
 
-def _filled(sql: str, values: Values) -> tuple[str, list[Any]]:
-    """Return a statement by position, which drivers are faster with."""
+def _filled(dialect: Dialect, sql: str, values: Values) -> tuple[str, Any]:
+    """Return a statement by position where that is faster, and what it is filled with.
+
+    On SQLite it isn't: Django looks for positions with a regular expression each time.
+    """
+    if dialect.fills_by_name:
+        return sql, values
     text, names = _positional(sql)
     return text, [values[name] for name in names]
 
@@ -41,7 +47,7 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
     dialect = dialects.of(connection)
     with dialect.cursor(connection) as cursor:
         if dialect.returns_rows:
-            cursor.execute(*_filled(sql, values))
+            cursor.execute(*_filled(dialect, sql, values))
             return cursor.rowcount, None
         inside = disturbed = False
 
@@ -57,7 +63,7 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
         wrappers = connection.execute_wrappers
         wrappers.append(note)
         try:
-            cursor.execute(*_filled(sql, values))
+            cursor.execute(*_filled(dialect, sql, values))
         finally:
             wrappers.remove(note)
         if disturbed:
@@ -76,8 +82,9 @@ def write(connection: Connection, name: str, grant: Grant, **values: object) -> 
 
 
 def fetch(connection: Connection, sql: str, values: Values) -> list[tuple[Any, ...]]:
+    dialect = dialects.of(connection)
     with connection.cursor() as cursor:
-        cursor.execute(*_filled(sql, values))
+        cursor.execute(*_filled(dialect, sql, values))
         return list(cursor.fetchall())
 
 
@@ -88,7 +95,7 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
         rowcount, version = execute(connection, sql, values)
         return version if rowcount else None
     with dialect.cursor(connection) as cursor:
-        cursor.execute(*_filled(sql, values))
+        cursor.execute(*_filled(dialect, sql, values))
         row = cursor.fetchone()
         # The statement is over, and on SQLite committed, when nothing is left of it.
         cursor.fetchall()

@@ -31,6 +31,8 @@ class Dialect:
     #: ``UPDATE … RETURNING`` exists; without, the reply to a statement is kept on the
     #: connection, where code that runs in between replaces it.
     returns_rows = True
+    #: Django is faster with values by name than by position.
+    fills_by_name = False
     #: The server has locks that last as long as a session and are handed on in order.
     has_session_locks = True
     #: The shortest wait for a session lock, in seconds, that the server can count.

@@ -55,6 +55,7 @@ class SQLite(Dialect):
     name = "sqlite"
     has_row_locks = False
     has_session_locks = False
+    fills_by_name = True
     # A try, which is to be answered within a second, waits for another writer too.
     patience = 0.5
     short_waits = {"timeout": 0}
