@@ -96,11 +96,11 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
         return version if rowcount else None
     with dialect.cursor(connection) as cursor:
         cursor.execute(*_filled(dialect, sql, values))
-        row = cursor.fetchone()
         # The statement is over, and on SQLite committed, when nothing is left of it.
-        cursor.fetchall()
-    if row is None:
+        rows = cursor.fetchall()
+    if not rows:
         return None
+    row = rows[0]
     if len(row) > 1:
         dialect.note_session(connection, row[1])
     return int(row[0])

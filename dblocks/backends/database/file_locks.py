@@ -69,11 +69,13 @@ class _Descriptor:
     def take(cls, path: str) -> _Descriptor:
         idle = _idle.setdefault(path, deque())
         while idle:
-            with suppress(IndexError):
+            try:
                 descriptor = idle.pop()
-                if descriptor.is_current():
-                    return descriptor
-                descriptor.close()
+            except IndexError:
+                break
+            if descriptor.is_current():
+                return descriptor
+            descriptor.close()
         return cls(path)
 
     def is_current(self) -> bool:

@@ -21,17 +21,19 @@ STARVED = 0.9
 @contextmanager
 def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
     """Bound how long SQLite waits for its locks, in seconds."""
-    connection.ensure_connection()
+    if connection.connection is None:
+        connection.ensure_connection()
     # Not through Django's cursor: these are calls to the library and reach no file.
     raw: Any = connection.connection
-    before = raw.execute("PRAGMA busy_timeout").fetchone()[0]
-    raw.execute(f"PRAGMA busy_timeout = {min(round(limit * 1000), 2**31 - 1)}")
+    ask = raw.cursor().execute
+    before = ask("PRAGMA busy_timeout").fetchone()[0]
+    ask(f"PRAGMA busy_timeout = {min(round(limit * 1000), 2**31 - 1)}").fetchone()
     try:
         yield
     finally:
         # A connection that was opened anew meanwhile has its own.
         if connection.connection is raw:
-            raw.execute(f"PRAGMA busy_timeout = {before}")
+            ask(f"PRAGMA busy_timeout = {before}").fetchone()
 
 
 def _has_wal(connection: Any) -> bool:
@@ -89,7 +91,8 @@ class SQLite(Dialect):
     ) -> AbstractContextManager[object]:
         if connection.in_atomic_block:
             return nullcontext()
-        connection.ensure_connection()
+        if connection.connection is None:
+            connection.ensure_connection()
         if not _has_wal(connection):
             # A statement that waits until others have read, in order to commit, keeps
             # them from writing: SQLite refuses that at once, and they fail. But where
