@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -293,27 +293,28 @@ class Hold:
             if not forfeited:
                 return True
             registry.note_forfeited(self, forfeited - 1)
-        with self._writing_release():
+        try:
             held = self.backend.release(
                 self.grant,
                 count=None if self.explicit else self.counted,
                 deadline=self.deadline,
             )
-        return self._released(held)
-
-    @contextmanager
-    def _writing_release(self) -> Iterator[None]:
-        """The others' turn comes however the attempt to release ends."""
-        try:
-            yield
         except BaseException:
-            if self.counted == 0:
-                self._ends(RELEASED)
+            self._failed()
             raise
         finally:
-            if self.counted == 0:
-                self.leave_gate()
-                registry.freed(self.backend, self.key)
+            self._asked()
+        return self._released(held)
+
+    def _failed(self) -> None:
+        if self.counted == 0:
+            self._ends(RELEASED)
+
+    def _asked(self) -> None:
+        """Let the others take their turn, however the attempt to release ended."""
+        if self.counted == 0:
+            self.leave_gate()
+            registry.freed(self.backend, self.key)
 
     def _released(self, held: bool) -> bool:
         if not held:
@@ -404,22 +405,29 @@ def undo_together(holds: list[Hold]) -> None:
 
 
 def _undo(holds: list[Hold]) -> None:
-    with ExitStack() as work:
+    try:
         for hold in holds:
-            work.enter_context(hold._writing_release())
             hold._ends(RELEASED)
         deadline = min(hold.deadline for hold in holds)
         holds[0].backend.undo_all([hold.grant for hold in holds], deadline)
+    finally:
+        for hold in holds:
+            hold._asked()
 
 
 def _release_last(holds: list[Hold]) -> dict[Hold, bool]:
     """Give back the last acquisitions of some grants in one statement."""
-    with ExitStack() as work:
-        for hold in holds:
-            work.enter_context(hold._writing_release())
+    try:
         released = holds[0].backend.release_all(
             [hold.grant for hold in holds],
             count=None if holds[0].explicit else 0,
             deadline=min(hold.deadline for hold in holds),
         )
+    except BaseException:
+        for hold in holds:
+            hold._failed()
+        raise
+    finally:
+        for hold in holds:
+            hold._asked()
     return {hold: hold._released(hold.grant in released) for hold in holds}
