@@ -58,9 +58,9 @@ class LeaseBlock(ABC):
         return self._each()[0]._hold.backend
 
     @property
+    @abstractmethod
     def _open(self) -> bool:
         """Whether something has not been given back."""
-        return any(lease._is_open for lease in self._each())
 
     @property
     def backend(self) -> str:
@@ -86,7 +86,7 @@ class LeaseBlock(ABC):
 
     def _first_lost(self) -> Lease | None:
         lost = [each for each in self._each() if each._hold.lost_reason is not None]
-        return min(lost, key=lambda each: each._hold.over_at, default=None)
+        return min(lost, key=lambda each: each._hold.over_at) if lost else None
 
     @property
     def held(self) -> bool:
@@ -97,7 +97,7 @@ class LeaseBlock(ABC):
         renewal; a database clock that was set forward; and a suspended machine
         without a clock that counts suspension.
         """
-        return all(each._hold.is_live() and each._is_open for each in self._each())
+        return all(each._hold.is_live() and each._open for each in self._each())
 
     def remaining(self) -> float:
         """Return the seconds that are left, 0.0 when over; of several, the least.
@@ -107,7 +107,7 @@ class LeaseBlock(ABC):
         the lease.
         """
         return min(
-            each._hold.remaining() if each._is_open else 0.0 for each in self._each()
+            each._hold.remaining() if each._open else 0.0 for each in self._each()
         )
 
     def check(self) -> None:
@@ -120,7 +120,7 @@ class LeaseBlock(ABC):
     def _lost(self) -> LeaseLost:
         first = self._first_lost()
         if first is None:
-            closed = (each for each in self._each() if not each._is_open)
+            closed = (each for each in self._each() if not each._open)
             first = next(closed, self._each()[0])
         return LeaseLost(
             first.key,
@@ -153,7 +153,7 @@ class LeaseBlock(ABC):
     @contextmanager
     def _verifying(self) -> Generator[list[Hold]]:
         leases = self._each()
-        if any(not x._is_open or x._hold.lost_reason == "forked" for x in leases):
+        if any(not x._open or x._hold.lost_reason == "forked" for x in leases):
             raise self._lost()
         holds = [each._hold for each in leases]
         try:

@@ -46,7 +46,7 @@ class Lease(LeaseBlock):
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         # Run by the garbage collector, at any point: it must not note a loss.
-        if hasattr(self, "_ref") and self._is_open and self._hold.lost_reason is None:
+        if hasattr(self, "_ref") and self._open and self._hold.lost_reason is None:
             _warn(
                 f"The lease on {self.key!r} (fencing token {self.fencing_token}) was "
                 f"dropped without release(); it is not renewed any more.",
@@ -55,7 +55,7 @@ class Lease(LeaseBlock):
             )
 
     @property
-    def _is_open(self) -> bool:
+    def _open(self) -> bool:
         return self._ref in self._hold.leases
 
     def _close(self) -> bool:
@@ -131,6 +131,10 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
 
     def _each(self) -> Sequence[Lease]:
         return self._in_order
+
+    @property
+    def _open(self) -> bool:
+        return any(lease._open for lease in self._in_order)
 
     def __getitem__(self, key: str) -> Lease:
         return self._leases[key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -55,8 +54,9 @@ class Attempt(Claim):
 
     def own_hold(self) -> Hold | None:
         """Return what this owner holds already, if it is live."""
-        for hold in self._latest():
-            if not hold.is_live():
+        for row_key in self.row_keys:
+            hold = registry.find(self.backend, row_key)
+            if hold is None or not hold.is_live():
                 continue
             if self.owner is None:
                 mine = hold.by is self.by and not hold.explicit
@@ -65,12 +65,6 @@ class Attempt(Claim):
             if mine:
                 return hold
         return None
-
-    def _latest(self) -> Iterator[Hold]:
-        for row_key in self.row_keys:
-            hold = registry.find(self.backend, row_key)
-            if hold is not None:
-                yield hold
 
     def held_here(self, version: int | None = None) -> bool:
         """Tell whether this process has the key, with this token or with any.
@@ -105,7 +99,10 @@ class Attempt(Claim):
                 # Its leases were forgotten.
                 scheduler.watch(hold)
             return hold
-        for latest in self._latest():
+        for row_key in self.row_keys:
+            latest = registry.find(self.backend, row_key)
+            if latest is None:
+                continue
             latest.note_overdue()
             if latest.test_connection is not None:
                 seen = self._seen_in_test(latest)
