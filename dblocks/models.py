@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, models
 from django.db.models import Case, F, Q, Value, When
+from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import pgettext_lazy
 
 from . import transaction_locks, validation
 from .backends.database import dialects, session_locks, table
@@ -25,6 +25,7 @@ from .backends.values import (
     Waiters,
 )
 from .conf import DEFAULT_ALIAS, backends
+from .permits import apart
 from .signals import announce_force_release
 
 
@@ -54,6 +55,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     database as it stands: inside ``atomic()`` in that transaction. To lock from
     application code use :func:`dblocks.distributed_lock`, which keeps out of the
     caller's transactions.
+
+    A lock of several permits has a row for each; ``permit``, from 0 to 999, names one.
+    Without it the verbs are about the row of a lock without permits.
     """
 
     def held(self) -> LockQuerySet:
@@ -93,6 +97,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         lease: float | timedelta,
         holder: str = "",
         note: str = "",
+        permit: int | None = None,
     ) -> DistributedLock | None:
         """Take a key for an owner without waiting.
 
@@ -103,9 +108,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             lease: How long it is held unless renewed.
             holder: Who that is, for people.
             note: Free text for people.
+            permit: Which permit of the key; ``None`` for a lock without permits.
 
         Returns:
-            The row, or ``None`` when somebody else has the key. Its ``key``,
+            The row, or ``None`` when somebody else has it. Its ``key``,
             ``owner`` and ``version`` come with it; the other fields are read when
             they are asked for.
 
@@ -116,7 +122,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """
         self._for_write = True
         request = Request(
-            key=validation.key(key),
+            key=validation.key_of_row(key, permit),
             owner=validation.owner(owner),
             lease=validation.lease(lease),
             holder=validation.text("holder", holder),
@@ -137,7 +143,13 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             time.sleep(0.005)
 
     def renew(
-        self, key: str, *, owner: str, version: int, lease: float | timedelta
+        self,
+        key: str,
+        *,
+        owner: str,
+        version: int,
+        lease: float | timedelta,
+        permit: int | None = None,
     ) -> bool:
         """Extend a grant to ``lease`` from now; an overdue one stays overdue.
 
@@ -145,12 +157,15 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether the grant was current and is extended.
         """
         self._for_write = True
-        grant = Grant(validation.key(key), validation.owner(owner), version)
+        row_key = validation.key_of_row(key, permit)
+        grant = Grant(row_key, validation.owner(owner), version)
         renewal = Renewal(grant, validation.lease(lease))
         renewed = table.renew(connections[self.db], [renewal], wait=True)
         return grant in renewed.extended
 
-    def release(self, key: str, *, owner: str, version: int) -> bool:
+    def release(
+        self, key: str, *, owner: str, version: int, permit: int | None = None
+    ) -> bool:
         """Give back one hold of a grant; the last one frees the key.
 
         Where the row has a ``min_until``, the key stays taken, *cooling*, until then.
@@ -159,7 +174,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether the grant was current.
         """
         self._for_write = True
-        grant = Grant(validation.key(key), validation.owner(owner), version)
+        row_key = validation.key_of_row(key, permit)
+        grant = Grant(row_key, validation.owner(owner), version)
         return table.release(connections[self.db], grant)
 
     def force_release(
@@ -170,6 +186,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         older_than: float | timedelta | None = None,
         by: object = None,
         reason: str = "",
+        permit: int | None = None,
     ) -> bool:
         """Free a key over its holder's head, and fence the holder off.
 
@@ -181,13 +198,14 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             older_than: Only if it has been held longer than this.
             by: Who does it, for the signal: a user, a name.
             reason: Why, for the signal.
+            permit: Which permit of the key; ``None`` for a lock without permits.
 
         Returns:
             Whether there was something to release and it was released.
         """
-        key = validation.key(key)
+        row_key = validation.key_of_row(key, permit)
         self._for_write = True
-        rows = self.filter(key=key).exclude(_STATES[State.FREE])
+        rows = self.filter(key=row_key).exclude(_STATES[State.FREE])
         if version is not None:
             rows = rows.filter(version=version)
         if older_than is not None:
@@ -196,10 +214,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
-            if table.force_release(connections[self.db], key, row.version):
+            if table.force_release(connections[self.db], row_key, row.version):
                 announce_force_release(
                     DistributedLock,
-                    row_key=key,
+                    row_key=row_key,
                     using=self.db,
                     owner=row.owner,
                     holder=row.holder,
@@ -255,6 +273,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     def waiters(self, key: str) -> Waiters:
         """Tell who waits for a key, as far as the database knows.
 
+        Those who wait for a permit are counted whichever they get.
         On MariaDB, MySQL and PostgreSQL each process that waits counts once; one that
         waits without a session lock, or has just begun to, isn't seen.
         """
@@ -313,7 +332,10 @@ class DistributedLock(models.Model):
     """A named lock: who has it, until when, under which version.
 
     Attributes:
-        key: What is locked, compared exactly.
+        key: The primary key: what is locked, compared exactly; of a permit, followed
+            by U+001F and its number.
+        lock_key, permit: The two apart: what is locked, and the permit's number from
+            0, ``None`` for a lock without permits.
         owner: The owner's id; empty when nobody has it.
         holder, note: Who that is and what for, for people; kept after a release.
         hold_count: Acquisitions outstanding.
@@ -354,7 +376,20 @@ class DistributedLock(models.Model):
         ]
 
     def __str__(self) -> str:
-        return str(self.key)
+        if self.permit is None:
+            return self.lock_key
+        values = {"key": self.lock_key, "permit": self.permit}
+        return gettext("%(key)s, permit %(permit)d") % values
+
+    @property
+    def lock_key(self) -> str:
+        """What is locked."""
+        return apart(self.key)[0]
+
+    @property
+    def permit(self) -> int | None:
+        """Which permit of it, from 0; ``None`` for a lock without permits."""
+        return apart(self.key)[1]
 
 
 class TokenFloor(models.Model):

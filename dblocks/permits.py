@@ -29,3 +29,14 @@ def apart(row_key: str) -> tuple[str, int | None]:
     if not separator or not number.isascii() or not number.isdigit():
         return row_key, None
     return key, int(number)
+
+
+def in_order(row_key: str) -> tuple[str, int]:
+    """Return what rows are sorted by: their keys, then their permits' numbers."""
+    key, permit = apart(row_key)
+    return key, -1 if permit is None else permit
+
+
+def span(key: str) -> tuple[str, str]:
+    """Return the bounds of the row keys of a key's permits, the upper one outside."""
+    return key + SEPARATOR, key + chr(ord(SEPARATOR) + 1)

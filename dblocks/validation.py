@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from .exceptions import InvalidKey
-from .permits import MAX_PERMITS, SEPARATOR, row_keys
+from .permits import MAX_PERMITS, SEPARATOR, row_key, row_keys
 
 MAX_KEY = 255
 MAX_KEYS = 1000
@@ -94,6 +94,25 @@ def key_of_permits(value: str, permits: int) -> str:
             f"({len(value)}): {value!r}"
         )
     return value
+
+
+def key_of_row(value: object, permit: object) -> str:
+    """Return the key of a lock's own row, or of the row of one of its permits."""
+    name = key(value)
+    if permit is None:
+        return name
+    if not isinstance(permit, int) or isinstance(permit, bool):
+        raise TypeError(f"permit must be an int or None, not {permit!r}")
+    if not 0 <= permit < MAX_PERMITS:
+        raise ValueError(f"permit must be from 0 to {MAX_PERMITS - 1}, not {permit!r}")
+    whole = row_key(name, permit)
+    if len(whole) > MAX_KEY:
+        room = MAX_KEY - len(row_key("", permit))
+        raise InvalidKey(
+            f"key must not be longer than {room} characters with permit={permit} "
+            f"({len(name)}): {name!r}"
+        )
+    return whole
 
 
 def text(

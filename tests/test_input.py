@@ -304,3 +304,38 @@ def test_lock_made_at_import_time() -> None:
         check=False,
     )
     assert (result.returncode, result.stdout) == (0, "Lock\n"), result.stderr
+
+
+PERMITS = {
+    "text": ("2", TypeError, "'2'"),
+    "flag": (True, TypeError, "True"),
+    "fraction": (1.0, TypeError, "1.0"),
+    "negative": (-1, ValueError, "-1"),
+    "too many": (1000, ValueError, "1000"),
+}
+VERBS: dict[str, dict[str, Any]] = {
+    "acquire": {"owner": "me", "lease": 60},
+    "renew": {"owner": "me", "version": 1, "lease": 60},
+    "release": {"owner": "me", "version": 1},
+    "force_release": {},
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("permit", "error", "word"), PERMITS.values(), ids=PERMITS)
+def test_permit(
+    committed: None, verb: str, permit: object, error: type[Exception], word: str
+) -> None:
+    """A permit is a number from 0 to 999, for every verb of the manager."""
+    with refused(error, "permit", word):
+        getattr(DistributedLock.objects, verb)("k", permit=permit, **VERBS[verb])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_key_without_room_for_a_permit(committed: None, verb: str) -> None:
+    """Key and permit must fit into the column together; keys have no separator."""
+    act = getattr(DistributedLock.objects, verb)
+    with refused(InvalidKey, "253 characters with permit=7"):
+        act("k" * 254, permit=7, **VERBS[verb])
+    with refused(InvalidKey, "U+001F"):
+        act("k\x1f7", **VERBS[verb])

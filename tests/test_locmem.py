@@ -156,6 +156,22 @@ class TestForceRelease:
         assert not table().force_release(key)
         assert not told
 
+    def test_permit(self, key: str, told: list[dict[str, Any]]) -> None:
+        """One permit is freed, the others stay held."""
+        first, second = (
+            distributed_lock(key, permits=2, owner=owner).acquire(timeout=0)
+            for owner in ("one", "other")
+        )
+        assert not table().force_release(key)
+        assert table().force_release(key, permit=second.permit)
+        assert [(kwargs["key"], kwargs["permit"]) for kwargs in told] == [
+            (key, second.permit)
+        ]
+        with pytest.raises(LeaseLost):
+            second.renew()
+        first.renew()
+        assert first.release()
+
     def test_ends_cooling(self, key: str) -> None:
         """A cooling key is free at once."""
         with distributed_lock(key, hold_at_least=60):

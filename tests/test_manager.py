@@ -14,6 +14,7 @@ from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks.models import DistributedLock
+from dblocks.signals import lock_force_released
 from tests.factories import LockFactory, let_expire, now, stored
 from tests.timing import eventually
 
@@ -250,6 +251,54 @@ def test_force_release_of_old_grants(unit: Any) -> None:
     assert locks.force_release("k", older_than=unit(200)) is False
     assert locks.held().filter(pk="k").exists()
     assert locks.force_release("k", older_than=unit(50)) is True
+
+
+def test_permits_are_rows_of_their_own() -> None:
+    """Each permit is held, renewed, released and forced by itself."""
+    plain, first, last = (owned(permit=permit) for permit in (None, 0, 999))
+    assert [(row.lock_key, row.permit) for row in (plain, first, last)] == [
+        ("k", None),
+        ("k", 0),
+        ("k", 999),
+    ]
+    assert locks.acquire("k", owner="you", lease=60, permit=0) is None
+    terms: dict[str, Any] = {"owner": "me", "version": first.version, "permit": 0}
+    assert locks.renew("k", lease=600, **terms) is True
+    assert locks.force_release("k", permit=999) is True
+    assert not locks.renew("k", lease=60, **terms | {"permit": 999})
+    assert held_for(stored(first.key)) > 599
+    assert locks.release("k", **terms) is True
+    assert [row.permit for row in locks.held()] == [None]
+
+
+def test_names_of_permits() -> None:
+    """People read key and permit apart; what only looks like one is a key."""
+    assert str(DistributedLock(key="k")) == "k"
+    assert str(DistributedLock(key="k\x1f2")) == "k, permit 2"
+    for key in ("k\x1f", "k\x1fx", "k\x1f²"):
+        assert (DistributedLock(key=key).lock_key, DistributedLock(key=key).permit) == (
+            key,
+            None,
+        )
+
+
+def test_force_release_of_a_permit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Signal and log name key and permit apart."""
+    told: list[dict[str, Any]] = []
+
+    def receive(**kwargs: Any) -> None:
+        told.append(kwargs)
+
+    row = owned(permit=2)
+    lock_force_released.connect(receive)
+    try:
+        locks.force_release("k", permit=2, reason="stuck")
+    finally:
+        lock_force_released.disconnect(receive)
+    [kwargs] = told
+    assert (kwargs["key"], kwargs["permit"]) == ("k", 2)
+    assert kwargs["fencing_token"] == row.version
+    assert "key='k' permit=2" in caplog.text
 
 
 STATES = ["held", "expired", "cooling", "free"]

@@ -177,13 +177,14 @@ class LocMemBackend(BaseBackend):
         older_than: float | timedelta | None = None,
         by: object = None,
         reason: str = "",
+        permit: int | None = None,
     ) -> bool:
         """Free a key over its holder's head, and fence the holder off.
 
         The same as the method of that name of ``DistributedLock.objects``, which only
         knows the database's locks.
         """
-        key = validation.key(key)
+        key = validation.key_of_row(key, permit)
         age = 0.0
         if older_than is not None:
             age = validation.duration("older_than", older_than)
