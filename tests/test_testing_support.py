@@ -311,6 +311,15 @@ def test_clear_locks(backend: str, acquire: Leases, lock: Locks, key: str) -> No
     assert caught.value.reason in {"forced", "taken"}
 
 
+def test_clear_locks_of_permits(backend: str, acquire: Leases, lock: Locks) -> None:
+    """Permits become free like plain keys."""
+    for owner in ("one", "other"):
+        acquire(permits=2, owner=owner)
+    assert lock(permits=2).locked()
+    clear_locks(backend)
+    assert not lock(permits=2).locked()
+
+
 class InsideTestCase(TestCase):
     """Django's ``TestCase``: everything runs in a transaction that is rolled back."""
 

@@ -380,5 +380,6 @@ class DatabaseBackend(DatabaseChecks):
 
     def clear(self) -> None:
         locks = apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
-        for key in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
-            locks.force_release(key, by="dblocks.test", reason="cleared")
+        for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
+            key, permit = apart(row)
+            locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
