@@ -60,6 +60,15 @@ def one_of_each() -> None:
     LockFactory(free=True, key="free")
 
 
+def three_permits() -> None:
+    LockFactory(held=True, key="job\x1f10", holder="host:1", note="shard ten")
+    LockFactory(held=True, key="job\x1f2", holder="host:2")
+    LockFactory(free=True, key="job\x1f0")
+    # Its neighbours by their code points, and by their letters' case.
+    for key in ("job", "job ", "jo", "JOB\x1f5"):
+        LockFactory(free=True, key=key)
+
+
 # list and show
 
 
@@ -180,6 +189,7 @@ def test_json(run: Run) -> None:
     assert 3540 < lock.pop("remaining") <= 3600
     assert lock == {
         "key": "k",
+        "permit": None,
         "state": "held",
         "owner": "o",
         "holder": "host:1:MainThread",
@@ -209,6 +219,80 @@ def test_show_of_none(run: Run) -> None:
     status, out, err = run("show", "no such key")
     assert (status, out) == (1, "")
     assert "no such key" in err
+
+
+def test_list_of_permits(run: Run) -> None:
+    """Key and permit stand apart, permits in the order of their numbers."""
+    three_permits()
+    head, *rows, _count = run("list")[1].splitlines()
+    assert head.split()[:3] == ["KEY", "PERMIT", "STATE"]
+    of_job = [row.split()[:3] for row in rows if row.startswith("job")]
+    assert of_job == [
+        ["job", "-", "free"],
+        ["job", "0", "free"],
+        ["job", "2", "held"],
+        ["job", "10", "held"],
+        ["job", "-", "free"],
+    ]
+    locks = json.loads(run("list", "--json")[1])
+    assert [(lock["key"], lock["permit"]) for lock in locks] == [
+        ("JOB", 5),
+        ("jo", None),
+        ("job", None),
+        ("job", 0),
+        ("job", 2),
+        ("job", 10),
+        ("job ", None),
+    ]
+
+
+def test_show_of_permits(run: Run) -> None:
+    """A key shows all its permits, and its own row if it has one; --permit one."""
+    three_permits()
+    shown = json.loads(run("show", "job", "--json")[1])
+    assert shown["key"] == "job"
+    assert list(shown) == ["key", "permits"]
+    assert [lock["permit"] for lock in shown["permits"]] == [None, 0, 2, 10]
+    head, *rows = run("show", "job")[1].splitlines()
+    assert head.split()[:3] == ["KEY", "PERMIT", "STATE"]
+    assert [row.split()[1] for row in rows] == ["-", "0", "2", "10"]
+    one = json.loads(run("show", "job", "--permit", "10", "--json")[1])
+    assert (one["key"], one["permit"], one["note"]) == ("job", 10, "shard ten")
+    facts = dict(
+        line.split(None, 1)
+        for line in run("show", "job", "--permit", "10")[1].splitlines()
+    )
+    assert (facts["key"], facts["permit"], facts["holder"]) == ("job", "10", "host:1")
+    assert json.loads(run("show", "JOB", "--json")[1])["permits"][0]["permit"] == 5
+    assert "permit" not in run("show", "jo")[1]
+    status, out, err = run("show", "job", "--permit", "7")
+    assert (status, out) == (1, "")
+    assert "there is no permit 7 of the lock 'job'" in err
+
+
+def test_waiting_for_a_permit(run: Run, workers: Workers, key: str) -> None:
+    """Who waits is counted at every permit of the key: whichever is free will do."""
+    holders = workers.start_all("hold", [{"key": key, "permits": 2}] * 2)
+    for holder in holders:
+        holder.expect("held")
+    waiter = workers.start("hold", key=key, permits=2, timeout=DEADLINE)
+
+    def shown() -> list[int | None]:
+        out = run("show", key, "--json")[1]
+        return [lock["waiting"] for lock in json.loads(out)["permits"]]
+
+    if connection.vendor == "sqlite":
+        assert shown() == [None, None]
+    else:
+        eventually(lambda: shown() == [1, 1], what="one in the queue")
+        assert DistributedLock.objects.waiters(key).number == 1
+        page = DistributedLockAdmin(DistributedLock, site)
+        lock = page.get_queryset(RequestFactory().get("/")).get(pk=f"{key}\x1f1")
+        assert page.waiting(lock) == 1
+    for process in (*holders, waiter):
+        process.tell("release")
+    for process in (*holders, waiter):
+        process.until_done()
 
 
 def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +501,50 @@ def test_release_that_applies(run: Run, arguments: list[str]) -> None:
     assert run("release", "k", "--yes", *arguments)[0] == 0
 
 
+def test_release_of_a_permit(run: Run) -> None:
+    """The permit that is named is released, and no other."""
+    three_permits()
+    status, out, err = run("release", "job", "--permit", "10", "--yes")
+    assert (status, err) == (0, "")
+    assert out.startswith("Released 'job', permit 10 (")
+    assert [row.permit for row in DistributedLock.objects.held()] == [2]
+    # The only one that is left needn't be named.
+    assert run("release", "job", "--yes")[1].startswith("Released 'job', permit 2 (")
+    status, _, err = run("release", "job", "--yes")
+    assert (status, "the lock 'job' is free" in err) == (1, True)
+    status, _, err = run("release", "job", "--permit", "10", "--yes")
+    assert (status, "permit 10 of the lock 'job' is free" in err) == (1, True)
+
+
+def test_release_of_several_permits(run: Run) -> None:
+    """Of several, one must be named; the error lists them, and nothing happens."""
+    three_permits()
+    status, out, err = run("release", "job", "--yes")
+    assert (status, out) == (64, "")
+    assert "--permit N for one of 2 (host:2), 10 (host:1)" in err
+    assert DistributedLock.objects.held().count() == 2
+    for permit in range(30):
+        LockFactory(held=True, holder="host", key=f"all\x1f{permit}")
+    assert run("release", "all", "--yes")[2].count("(host)") == locks.MAX_NAMED
+
+
+def test_release_of_a_plain_key_beside_permits(run: Run) -> None:
+    """Without a number it is the lock without permits, where that is taken."""
+    LockFactory(held=True, key="job\x1f0")
+    LockFactory(held=True, key="job")
+    assert run("release", "job", "--yes")[1].startswith("Released 'job' (")
+    assert [row.permit for row in DistributedLock.objects.held()] == [0]
+
+
+def test_release_of_a_permit_asks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question names key and permit."""
+    three_permits()
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    status, _, err = run("release", "job", "--permit", "2")
+    assert status == 1
+    assert "Permit 2 of the lock 'job':" in err
+
+
 # prune
 
 
@@ -492,6 +620,9 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "json and watch": (["list", "--json", "--watch"], "not allowed with"),
     "long key": (["show", "k" * 256], "longer than 255"),
     "token": (["release", "k", "--fencing-token", "x"], "--fencing-token"),
+    "permit": (["show", "k", "--permit", "x"], "--permit"),
+    "negative permit": (["release", "k", "--permit", "-1"], "from 0 to 999"),
+    "permit in the key": (["show", "k\x1f1"], "U+001F"),
 }
 
 

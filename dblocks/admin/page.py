@@ -120,7 +120,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def waiting(self, lock: DistributedLock) -> int | None:
         """The number of waiters, where it is known."""
         using = connections[self.locks.db]
-        return session_locks.waiters(using, [lock.key]).get(lock.key)
+        return session_locks.waiters(using, [lock.lock_key]).get(lock.lock_key)
 
     @admin.display(description=gettext_lazy("held since"))
     def since_exact(self, lock: DistributedLock) -> SafeString | None:

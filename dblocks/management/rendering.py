@@ -15,7 +15,7 @@ HELD, EXPIRED, COOLING, FREE = State.values
 COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INFO"}
 """Django's name for the style of each state."""
 
-_COLUMNS = ("KEY", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
+_COLUMNS = ("KEY", "PERMIT", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
 _SHARES = {"KEY": 2, "HOLDER": 1, "NOTE": 1}
 """The columns that shrink, and which part of the space that is left each gets."""
 _LEAST = 8
@@ -34,7 +34,8 @@ def as_json(row: DistributedLock, waiting: int | None = None) -> dict[str, Any]:
         lasts = (row.expires_at - row.acquired_at).total_seconds()
         age = round(max(0.0, lasts - remaining), 3)
     return {
-        "key": row.key,
+        "key": row.lock_key,
+        "permit": row.permit,
         "state": str(row.state),
         "owner": row.owner,
         "holder": row.holder,
@@ -65,13 +66,15 @@ def aligned(facts: Mapping[str, object]) -> list[str]:
 def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | None]]:
     """Return the lines of a table, each with its lock's state, cut to a width.
 
-    Where it is too wide, columns without a value are left out; then holder and note
-    shrink, and the key half as much.
+    Only where there are permits do they have a column. Where it is too wide, columns
+    without a value are left out; then holder and note shrink, and the key half as much.
     """
     columns = {
         name: [name, *column]
         for name, *column in zip(_COLUMNS, *map(_cells, locks), strict=True)
     }
+    if all(lock["permit"] is None for lock in locks):
+        del columns["PERMIT"]
     widths = {name: max(map(_width, column)) for name, column in columns.items()}
     if locks and _total(widths) > width:
         for name, column in columns.items():
@@ -133,6 +136,12 @@ def _duration(value: float | None) -> str:
             whole, rest = divmod(int(value), size)
             return f"{whole}{unit}{rest // part:02d}{smaller}"
     return f"{value:.0f}s"
+
+
+def named(key: str, permit: int | None) -> str:
+    """Name a lock or one of its permits within a sentence."""
+    lock = f"the lock {key!r}"
+    return lock if permit is None else f"permit {permit} of {lock}"
 
 
 def holder_of(reading: Reading) -> str:

@@ -15,21 +15,26 @@ from typing import Any
 
 from django.core.management.base import CommandParser, OutputWrapper
 from django.db import DatabaseError, InterfaceError, connections
+from django.db.models import Q
 from django.utils.translation import ngettext
 
 from ... import validation
 from ...backends.database import session_locks
 from ...conf import DEFAULT_ALIAS
 from ...models import DistributedLock, LockQuerySet, State
+from ...permits import in_order, span
 from ..parsing import BACKEND, DURATION, FLAG, LockCommand, Parser
-from ..rendering import COLORS, FREE, HELD, aligned, as_json, table
+from ..rendering import COLORS, FREE, HELD, aligned, as_json, named, table
 from ..statuses import bad_usage, checked, database_failure, find_backend
 
 WATCH_EVERY = 2.0
+MAX_NAMED = 20
+"""The most permits that an error names."""
 JSON = {
     **FLAG,
     "help": "Write JSON, of fields that stay as they are. Default: for people.",
 }
+PERMIT: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
 class LocksParser(Parser):
@@ -96,50 +101,73 @@ exit status:
         self, *, state: str | None, json: bool, watch: float | None, **options: Any
     ) -> None:
         """Show all locks, or those in a state."""
-        rows = self.locks.with_state().order_by("key")
+        rows: Any = self.locks.with_state()
         if state is not None:
             rows = rows.filter(state=state)
         if watch is not None:
             self._watch(rows, checked(validation.bounded, "--watch", watch))
         elif json:
-            self._write_json(self._facts(rows))
+            self._write_json(self._facts(_in_order(rows)))
         else:
             self._draw(rows)
 
-    def show(self, *, key: str, json: bool, **options: Any) -> None:
-        """Show one lock."""
-        [facts] = self._facts([self._find(key)])
-        if json:
-            self._write_json(facts)
+    def show(self, *, key: str, permit: int | None, json: bool, **options: Any) -> None:
+        """Show one lock, or all permits of its key."""
+        rows = self._find(key, permit)
+        facts = self._facts(rows)
+        if permit is None and rows[-1].permit is not None:
+            if json:
+                self._write_json({"key": key, "permits": facts})
+            else:
+                self._write_table(facts, self._size()[0])
+        elif json:
+            self._write_json(facts[0])
         else:
-            for name, line in zip(facts, aligned(facts), strict=True):
-                state = facts["state"] if name == "state" else None
-                self.out.write(self._colored(line.rstrip(), state))
+            self._write_facts(facts[0])
 
-    def _find(self, key: str) -> DistributedLock:
-        key = checked(validation.key, key)
-        row: DistributedLock | None = self.locks.with_state().filter(key=key).first()
-        if row is None:
-            self.fail(f"there is no lock {key!r}; manage.py locks list shows all")
-        return row
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        shown = dict(facts)
+        if shown["permit"] is None:
+            del shown["permit"]
+        for name, line in zip(shown, aligned(shown), strict=True):
+            state = shown["state"] if name == "state" else None
+            self.out.write(self._colored(line.rstrip(), state))
+
+    def _find(self, key: str, permit: int | None) -> Sequence[DistributedLock]:
+        """Return the row of a permit, or all rows of a key, its own one first."""
+        wanted = Q(key=checked(validation.key_of_row, key, permit))
+        if permit is None:
+            first, end = span(key)
+            wanted |= Q(key__gte=first, key__lt=end)
+        rows = _in_order(self.locks.with_state().filter(wanted))
+        if not rows:
+            what = named(key, permit).removeprefix("the ")
+            self.fail(f"there is no {what}; manage.py locks list shows all")
+        return rows
 
     def _facts(self, rows: Iterable[DistributedLock]) -> Sequence[dict[str, Any]]:
-        keys = [row.key for row in rows]
+        keys = {row.lock_key for row in rows}
         waiting = session_locks.waiters(connections[self.locks.db], keys)
-        return [as_json(row, waiting.get(row.key)) for row in rows]
+        return [as_json(row, waiting.get(row.lock_key)) for row in rows]
 
     def _write_json(self, value: object) -> None:
         self.stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
 
-    def _draw(self, rows: LockQuerySet, *, cut: bool = False) -> None:
-        # A file or a pipe has no size: nothing is cut there.
-        width, height = sys.maxsize, sys.maxsize
+    def _size(self) -> tuple[int, int]:
+        """Return width and height; nothing is cut in a file or a pipe."""
         if self.out.isatty():
-            width, height = shutil.get_terminal_size()
-        found = [*rows]
-        shown = found[: max(1, height - 3)] if cut else found
-        for line, state in table(self._facts(shown), width):
+            return shutil.get_terminal_size()
+        return sys.maxsize, sys.maxsize
+
+    def _write_table(self, facts: Sequence[dict[str, Any]], width: int) -> None:
+        for line, state in table(facts, width):
             self.out.write(self._colored(line, state))
+
+    def _draw(self, rows: LockQuerySet, *, cut: bool = False) -> None:
+        width, height = self._size()
+        found = _in_order(rows)
+        shown = found[: max(1, height - 3)] if cut else found
+        self._write_table(self._facts(shown), width)
         text = ngettext("%(count)d lock", "%(count)d locks", len(found))
         text %= {"count": len(found)}
         more = len(found) - len(shown)
@@ -171,29 +199,30 @@ exit status:
         self,
         *,
         key: str,
+        permit: int | None,
         fencing_token: int | None,
         older_than: float | None,
         reason: str,
         yes: bool,
         **options: Any,
     ) -> None:
-        """Force the release of a lock.
+        """Force the release of a lock, or of one permit.
 
         Its holder finds out at its next renewal or guard. Only a command under
         run_locked is ended then.
         """
-        row = self._find(key)
-        if row.state == FREE:
-            self.fail(f"the lock {key!r} is free: there is nothing to release")
+        row = self._taken(key, permit)
+        what = named(key, row.permit)
         if fencing_token is not None and fencing_token != row.version:
             self.fail(
-                f"the lock {key!r} has the fencing token {row.version} by now, not "
+                f"{what} has the fencing token {row.version} by now, not "
                 f"{fencing_token}: that grant is over",
             )
         if not yes:
             self._confirm(row)
         if not self.locks.force_release(
-            row.key,
+            key,
+            permit=row.permit,
             version=row.version,
             older_than=older_than,
             by=_user(),
@@ -202,17 +231,35 @@ exit status:
             young = ""
             if older_than is not None:
                 young = f"has not been held for {older_than:g} s, or "
-            self.fail(
-                f"the lock {key!r} {young}has changed hands: nothing was released"
+            self.fail(f"{what} {young}has changed hands: nothing was released")
+        number = "" if row.permit is None else f", permit {row.permit}"
+        self.out.write(
+            f"Released {key!r}{number} (fencing token {row.version}, {row.holder})."
+        )
+
+    def _taken(self, key: str, permit: int | None) -> DistributedLock:
+        """Return the row to release: the one that was named, or that there is."""
+        taken = [row for row in self._find(key, permit) if row.state != FREE]
+        if not taken:
+            what = named(key, permit)
+            self.fail(f"{what} is free: there is nothing to release")
+        if len(taken) > 1 and taken[0].permit is not None:
+            names = [f"{row.permit} ({row.holder or row.state})" for row in taken]
+            if len(names) > MAX_NAMED:
+                names[MAX_NAMED:] = ["…"]
+            raise bad_usage(
+                f"{len(taken)} permits of the lock {key!r} are taken: write --permit N "
+                f"for one of {', '.join(names)}"
             )
-        self.out.write(f"Released {key!r} (fencing token {row.version}, {row.holder}).")
+        return taken[0]
 
     def _confirm(self, row: DistributedLock) -> None:
         """Say what a forced release takes away, and ask; stdout is for data alone."""
         shown = as_json(row)
         names = ("state", "holder", "note", "fencing_token", "acquired_at", "remaining")
         facts = aligned({name: shown[name] for name in names})
-        lines = [f"The lock {row.key!r}:", *(f"  {line}" for line in facts)]
+        what = named(row.lock_key, row.permit)
+        lines = [f"{what[0].upper()}{what[1:]}:", *(f"  {line}" for line in facts)]
         if row.state == HELD:
             lines.append(
                 "Until the holder finds out, at its next renewal or guard, two may be "
@@ -275,12 +322,20 @@ def _add_list_arguments(verb: CommandParser) -> None:
 
 def _add_show_arguments(verb: CommandParser) -> None:
     verb.add_argument("key", metavar="KEY")
+    verb.add_argument(
+        "--permit", **PERMIT, help="Only this permit of the key. Default: all."
+    )
     verb.add_argument("--json", **JSON)
 
 
 def _add_release_arguments(verb: CommandParser) -> None:
     add = verb.add_argument
     add("key", metavar="KEY")
+    add(
+        "--permit",
+        **PERMIT,
+        help="This permit of the key. Default: the only one that is taken.",
+    )
     add(
         "--fencing-token",
         type=int,
@@ -332,6 +387,10 @@ def _add_common_arguments(verb: CommandParser) -> None:
         verb.add_argument(name, default=unset, help=unset)
     for name in ("--traceback", "--no-color", "--force-color"):
         verb.add_argument(name, action="store_true", default=unset, help=unset)
+
+
+def _in_order(rows: Iterable[DistributedLock]) -> Sequence[DistributedLock]:
+    return sorted(rows, key=lambda row: in_order(row.key))
 
 
 def _database(alias: str) -> str:
