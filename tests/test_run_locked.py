@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -75,6 +76,21 @@ USAGE = {
     "negative lease": (["k", "--lease=-5", "--", "true"], "0 or more"),
     "lease of nothing": (["k", "--lease", "0", "--", "true"], "from 0.1 s"),
     "negative hold": (["k", "--hold-at-least", "-1", "--", "true"], "0 or more"),
+    "keys around an option": (
+        ["k", "--wait", "1", "k2", "--", "true"],
+        "k2; write: manage.py run_locked KEY [KEY ...] [options]",
+    ),
+    "empty second key": (["k", "", "--", "true"], "empty"),
+    "no permits": (["k", "--permits", "0", "--", "true"], "from 1 to 1,000"),
+    "permits in words": (["k", "--permits", "two", "--", "true"], "--permits"),
+    "permits of several keys": (
+        ["k", "k2", "--permits", "2", "--", "true"],
+        "permits=2 is for one key",
+    ),
+    "no room for permits": (
+        ["k" * 255, "--permits", "2", "--", "true"],
+        "253 characters with permits=2",
+    ),
     "both waits": (["k", "--wait", "1", "--no-wait", "--", "true"], "not allowed with"),
     "long grace": (
         ["k", "--lease", "9", "--kill-after", "4", "--", "true"],
@@ -108,7 +124,7 @@ def test_bad_usage(
 
 def test_bad_usage_from_code() -> None:
     """Called from code, bad usage is an exception with the same status."""
-    for arguments in (["k"], ["k", "--wait", "-1", "--", "true"]):
+    for arguments in (["k"], ["k", "true"], ["k", "--wait", "-1", "--", "true"]):
         with pytest.raises(CommandError) as caught:
             call_command("run_locked", *arguments)
         assert caught.value.returncode == 64
@@ -258,6 +274,104 @@ def test_environment(shared: None, key: str, capfd: pytest.CaptureFixture[str]) 
         os.environ["PATH"],
     )
     assert len(owner) == 32
+
+
+TOLD = (
+    "import json, os\n"
+    "names = [name for name in os.environ if name.startswith('DBLOCKS_')]\n"
+    "names.remove('DBLOCKS_TEST_DATABASES')\n"
+    "print(json.dumps({name: os.environ[name] for name in names}))"
+)
+"""Prints what a command is told."""
+
+
+def told(out: str) -> dict[str, str]:
+    """Return what a command was told, the owner apart from the rest."""
+    found: dict[str, str] = json.loads(out)
+    assert len(found.pop("DBLOCKS_OWNER")) == 32
+    return found
+
+
+@pytest.fixture
+def told_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as the command of another ``run_locked``."""
+    for name in ("KEY", "FENCING_TOKEN", "PERMIT", "OWNER", "KEYS", "FENCING_TOKENS"):
+        monkeypatch.setenv(f"DBLOCKS_{name}", "another's")
+    monkeypatch.setenv("DBLOCKS_TEST_DATABASES", "")
+
+
+@pytest.mark.usefixtures("shared", "told_by_another")
+def test_environment_of_one_key(key: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is left of what another run_locked around it has told."""
+    assert run(key, "--", sys.executable, "-c", TOLD) == 0
+    token = str(stored(key).version)
+    assert told(capfd.readouterr().out) == {
+        "DBLOCKS_KEY": key,
+        "DBLOCKS_FENCING_TOKEN": token,
+    }
+
+
+@pytest.mark.parametrize("permits", ["1", "3"])
+@pytest.mark.usefixtures("shared", "told_by_another")
+def test_environment_of_a_permit(
+    key: str, permits: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With --permits the command is told the number of its permit."""
+    assert run(key, "--permits", permits, "--", sys.executable, "-c", TOLD) == 0
+    [row] = DistributedLock.objects.filter(key__startswith=key)
+    assert told(capfd.readouterr().out) == {
+        "DBLOCKS_KEY": key,
+        "DBLOCKS_FENCING_TOKEN": str(row.version),
+        "DBLOCKS_PERMIT": str(row.permit or 0),
+    }
+
+
+@pytest.mark.usefixtures("shared", "told_by_another")
+def test_environment_of_several_keys(
+    key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command is told all keys in their order, each with its token."""
+    keys = [f"{key} b", f'{key} "ä"', f"{key} b"]
+    assert run(*keys, "--", sys.executable, "-c", TOLD) == 0
+    found = told(capfd.readouterr().out)
+    assert json.loads(found.pop("DBLOCKS_KEYS")) == sorted(set(keys))
+    tokens = json.loads(found.pop("DBLOCKS_FENCING_TOKENS"))
+    assert tokens == {each: stored(each).version for each in keys}
+    assert not found
+    assert not distributed_lock(*keys).locked()
+
+
+def test_one_of_several_keys_taken(
+    shared: None, key: str, other: OtherThread, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None is taken then, and the message names the one that stayed taken."""
+    keys = [f"{key}:{number}" for number in range(3)]
+    lease = other.do(distributed_lock(keys[1], note="the note").acquire, timeout=0)
+    assert run(*keys, "--", "echo", "ran") == 75
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert f"the lock {keys[1]!r} was not free: it is held by" in err
+    assert run(*keys, "--wait", "0.3", "--", "true") == 75
+    err = capfd.readouterr().err
+    assert f"waiting 0.3 s at most for the lock {keys[1]!r}" in err
+    assert not distributed_lock(keys[0], keys[2]).locked()
+    other.do(lease.release)
+    assert run(*keys, "--", "true") == 0
+
+
+def test_all_permits_taken(
+    shared: None, key: str, other: OtherThread, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So many at a time run; the next one is told that all permits are taken."""
+    lock = distributed_lock(key, permits=2)
+    first = other.do(lock.acquire, timeout=0)
+    assert run(key, "--permits", "2", "--", "true") == 0
+    with distributed_lock(key, permits=2, owner="another"):
+        assert run(key, "--permits", "2", "--", "true") == 75
+        assert run(key, "--permits", "3", "--", "true") == 0
+    err = capfd.readouterr().err
+    assert "was not free: all permits are taken, one by" in err
+    other.do(first.release)
 
 
 @pytest.mark.usefixtures("shared")
@@ -491,6 +605,39 @@ def test_signals_while_waiting(commands: Commands, key: str) -> None:
                 assert process.wait(DEADLINE) == 128 + number, name
     assert not file.exists()
     assert not distributed_lock(key).locked()
+
+
+def test_signal_while_waiting_for_the_second_key(commands: Commands, key: str) -> None:
+    """What was taken already is given back at once."""
+    first, second = f"{key}:1", f"{key}:2"
+    with distributed_lock(second).acquire(timeout=0):
+        process = commands.start(
+            "run_locked", first, second, "--wait", "60", "--", "true"
+        )
+        assert process.stderr is not None
+        assert second.encode() in process.stderr.readline()
+        assert distributed_lock(first).locked()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
+        assert not distributed_lock(first).locked()
+
+
+def test_signal_to_a_call_from_code(shared: None, key: str, other: OtherThread) -> None:
+    """There, too, what was taken already is given back."""
+    first, second = f"{key}:1", f"{key}:2"
+    lease = other.do(distributed_lock(second).acquire, timeout=0)
+
+    def interrupt() -> None:
+        eventually(distributed_lock(first).locked, what="the first key taken")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupting = other.start(interrupt)
+    with pytest.raises(SystemExit) as caught:
+        call_command("run_locked", first, second, "--wait", "60", "--", "true")
+    assert caught.value.code == 128 + signal.SIGTERM
+    interrupting.result(timeout=DEADLINE)
+    eventually(lambda: not distributed_lock(first).locked(), what="the first key free")
+    other.do(lease.release)
 
 
 def test_harmless_signals_while_waiting(commands: Commands, key: str) -> None:
@@ -736,6 +883,43 @@ def test_force_release(commands: Commands, key: str, stubborn: bool) -> None:
     assert status == 76
     assert "force-released" in err
     assert not any(running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_one_of_several_lost(commands: Commands, key: str, lost: int) -> None:
+    """Whichever is lost, the group is ended, and the others are given back."""
+    keys = [f"{key}:{number}" for number in range(3)]
+    file = commands.file()
+    process = commands.start(
+        "run_locked",
+        *[*keys, "--lease", "1.5", "--kill-after", "0.4"],
+        *stubborn_family(file),
+    )
+    pids = family(commands, file)
+    DistributedLock.objects.force_release(keys[lost])
+    status, _, err = finish(process)
+    assert status == 76
+    assert f"the lease on {keys[lost]!r} is lost, the lock was force-released" in err
+    assert not any(running(pid) for pid in pids)
+    assert not distributed_lock(*keys).locked()
+
+
+def test_wrapper_of_several_keys_stopped(commands: Commands, key: str) -> None:
+    """Of a wrapper stopped past its leases no process runs when the first one ends."""
+    keys = [f"{key}:{number}" for number in range(3)]
+    file = commands.file()
+    process = commands.start(
+        "run_locked",
+        *[*keys, "--lease", "1.5", "--kill-after", "0.3"],
+        *stubborn_family(file),
+    )
+    pids = family(commands, file)
+    process.send_signal(signal.SIGSTOP)
+    leases = distributed_lock(*keys).acquire(timeout=DEADLINE)
+    assert not any(running(pid) for pid in pids)
+    process.send_signal(signal.SIGCONT)
+    assert finish(process)[0] == 76
+    assert leases.release() is True
 
 
 def test_lost_to_somebody_else(commands: Commands, key: str) -> None:

@@ -149,10 +149,13 @@ def holder_of(reading: Reading) -> str:
     who = reading.holder or "somebody"
     note = f" ({reading.note})" if reading.note else ""
     rest = f"{max(0.0, reading.remaining):.1f} s"
+    is_one = reading.permit is None
     if reading.owner:
         if reading.acquired_at is not None:
             who += f" since {reading.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
-        return f"it is held by {who}{note}; its lease can end in {rest}"
+        held = "it is held" if is_one else "all permits are taken, one"
+        return f"{held} by {who}{note}; its lease can end in {rest}"
     if reading.remaining > 0:
-        return f"{who}{note} has released it, and it stays taken for another {rest}"
+        what = "it" if is_one else "one of its permits"
+        return f"{who}{note} has released {what}, and it stays taken for another {rest}"
     return "a transaction has its row locked"

@@ -19,14 +19,27 @@ from ..locks import Lock
 from .parsing import BACKEND, DURATION, FLAG, STATUS
 from .statuses import CONFLICT, LOST, NOT_FOUND, bad_usage, checked, find_backend
 
-SYNOPSIS = "write: manage.py run_locked KEY [options] -- COMMAND [ARG ...]"
+ARGUMENTS = "KEY [KEY ...] [options] -- COMMAND [ARG ...]"
+SYNOPSIS = f"write: manage.py run_locked {ARGUMENTS}"
 
 KILL_AFTER = 5.0
 
 
 def add_lock_arguments(parser: CommandParser) -> None:
     add = parser.add_argument
-    add("key", metavar="KEY", help="What is locked: up to 255 characters.")
+    add(
+        "keys",
+        nargs="+",
+        metavar="KEY",
+        help="What is locked: up to 255 characters. Several are taken together, all or "
+        "none.",
+    )
+    add(
+        "--permits",
+        type=int,
+        metavar="N",
+        help="Let N at a time have the lock, 1 to 1000; for one KEY. Default: 1.",
+    )
     waiting = parser.add_mutually_exclusive_group()
     waiting.add_argument(
         "--wait", **DURATION, help="Wait that long for the lock. Default: don't wait."
@@ -96,11 +109,13 @@ class Plan:
     """What to run under which lock. Durations are seconds.
 
     Attributes:
+        numbered: Whether the command is told the number of its permit.
         using: The database with the lock table, if the backend has one.
         migrates: Whether that table is made first if it is missing.
     """
 
     lock: Lock[Any]
+    numbered: bool
     wait: float
     kill_after: float
     command: list[str]
@@ -110,7 +125,8 @@ class Plan:
 
 def make_plan(
     *,
-    key: str,
+    keys: Sequence[str],
+    permits: int | None,
     command: Sequence[str],
     wait: float | None,
     lease: float | None,
@@ -125,13 +141,7 @@ def make_plan(
     **options: Any,
 ) -> Plan:
     """Check the options of ``run_locked``; what is wrong with them is bad usage."""
-    if not command:
-        raise bad_usage(f"there is no command; {SYNOPSIS}")
-    if shell and len(command) != 1:
-        raise bad_usage(
-            f"--shell takes one line, not {len(command)} words: write the "
-            f"line in quotes, as in --shell -- 'one | two'"
-        )
+    _check_command(command, shell)
     engine = find_backend(backend)
     seconds = engine.lease
     if lease is not None:
@@ -144,7 +154,8 @@ def make_plan(
         argv = ["/bin/sh", "-c", command[0]]
     lock = checked(
         distributed_lock,
-        key,
+        *keys,
+        permits=1 if permits is None else permits,
         timeout=timeout,
         lease=seconds,
         hold_at_least=hold_at_least,
@@ -153,7 +164,18 @@ def make_plan(
     )
     using = engine.using if engine.has_table else None
     migrates = django and command[0] == "migrate"
-    return Plan(lock, timeout, _kill_after(kill_after, seconds), argv, using, migrates)
+    grace, numbered = _kill_after(kill_after, seconds), permits is not None
+    return Plan(lock, numbered, timeout, grace, argv, using, migrates)
+
+
+def _check_command(command: Sequence[str], shell: bool) -> None:
+    if not command:
+        raise bad_usage(f"there is no command; {SYNOPSIS}")
+    if shell and len(command) != 1:
+        raise bad_usage(
+            f"--shell takes one line, not {len(command)} words: write the "
+            f"line in quotes, as in --shell -- 'one | two'"
+        )
 
 
 def _kill_after(given: float | None, lease: float) -> float:

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from ..exceptions import LeaseLost
-from ..leases import Lease
+from ..leases import Lease, Leases
 from .group import Group, Sentinel, StartError
 from .sentinel import READY, now, terminate
 from .signals import Signals
@@ -29,9 +29,9 @@ _JOB_CONTROL = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 @dataclass
 class Supervisor:
-    """Runs a command while a lease lasts.
+    """Runs a command while a lease lasts; several, while all of them do.
 
-    The group gets every signal that this process gets. When the lease is lost, or has
+    The group gets every signal that this process gets. When a lease is lost, or has
     less than ``kill_after`` seconds left because renewals fail, the group gets SIGTERM;
     and SIGKILL when ``kill_after`` or the lease is over, whichever comes first.
     ``lease.remaining()`` ends before the database would grant the key again.
@@ -43,7 +43,7 @@ class Supervisor:
         lost: Whether the lease was lost, or could not be trusted to last.
     """
 
-    lease: Lease
+    lease: Lease | Leases
     kill_after: float
     signals: Signals
     say: Callable[[str], object]
@@ -197,7 +197,9 @@ class Supervisor:
             self.terminal.give(self.group.id)
 
 
-def loss(lease: Lease) -> str:
-    """Say why a lease is lost."""
+def loss(lease: Lease | Leases) -> str:
+    """Say why a lease is lost; of several, which."""
     reason = lease.lost_reason or "expired"
-    return f"the lease is lost, {LeaseLost._MEANINGS.get(reason, reason)}"
+    first = lease._first_lost() if isinstance(lease, Leases) else None
+    which = "" if first is None else f" on {first.key!r}"
+    return f"the lease{which} is lost, {LeaseLost._MEANINGS.get(reason, reason)}"

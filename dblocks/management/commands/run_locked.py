@@ -1,15 +1,16 @@
-"""``manage.py run_locked KEY [options] -- COMMAND [ARG …]``."""
+"""``manage.py run_locked KEY [KEY …] [options] -- COMMAND [ARG …]``."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
@@ -17,8 +18,9 @@ from django.db import connections
 from ...backends.values import Reading
 from ...exceptions import LockError
 from ...holding import owners
-from ...leases import Lease
+from ...leases import Lease, Leases
 from ...waiting import queue
+from ...waiting.attempt import Attempt
 from ...waiting.steps import InThread, run
 from ...waiting.together import Refused, get_all_in, give_all_back
 from .. import run_plan, statuses
@@ -60,7 +62,8 @@ class RunParser(Parser):
 class Command(LockCommand):
     help = (
         "Run a command while holding a lock. Of all machines that use the same "
-        "database, one at a time runs a command under the same KEY."
+        "database, one at a time runs a command under the same KEY, or as many as "
+        "there are permits."
     )
     parser_class = RunParser
     stealth_options = ("command",)
@@ -83,7 +86,7 @@ exit status:
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.usage = "%(prog)s KEY [options] -- COMMAND [ARG ...]"
+        parser.usage = f"%(prog)s {run_plan.ARGUMENTS}"
         run_plan.add_lock_arguments(parser)
         run_plan.add_command_arguments(parser)
 
@@ -112,10 +115,10 @@ exit status:
             if lease is None:
                 if skip_if_locked:
                     return
-                self.fail(_conflict(plan, waiter.reading), conflict_exit_code)
+                self.fail(_conflict(plan, waiter.seen), conflict_exit_code)
             supervisor = Supervisor(lease, plan.kill_after, self.signals, self._tell)
             try:
-                status = supervisor.run(plan.command, _environment(lease))
+                status = supervisor.run(plan.command, _environment(plan, lease))
                 if status is None:
                     status = self._not_run(loss(lease))
             finally:
@@ -127,19 +130,21 @@ exit status:
         if status:
             sys.exit(status)
 
-    def _acquire(self, plan: Plan, waiter: Waiter, quiet: bool) -> Lease | None:
+    def _acquire(
+        self, plan: Plan, waiter: Waiter, quiet: bool
+    ) -> Lease | Leases | None:
         waiting = waiter.result
         told = None
         while not waiting.done() and self.signals.ending() is None:
             self.signals.wait(0.5)
-            seen = waiter.reading
-            grant = (seen.owner, seen.version)
+            key, seen = waiter.seen
+            grant = (key, seen.owner, seen.version)
             worth = plan.wait and seen.remaining > 0 and grant != told
             if worth and not quiet and not waiting.done():
                 told = grant
                 self._tell(
                     f"waiting {plan.wait:g} s at most for the lock "
-                    f"{plan.lock.key!r}: {holder_of(seen)}"
+                    f"{key!r}: {holder_of(seen)}"
                 )
         if self.signals.ending() is not None:
             waiter.called_off.set()
@@ -148,6 +153,8 @@ exit status:
             lease = _result(waiting)
             if lease is not None:
                 self._release(lease, GIVING_BACK)
+            elif self.from_command_line:
+                wait([in_thread(waiter.give_back, self.signals.wake)], GIVING_BACK)
             if self.from_command_line:
                 # The interpreter's cleanup takes long on a busy machine, and the
                 # waiter's database call may still be under way.
@@ -157,8 +164,8 @@ exit status:
             sys.exit(status)
         return waiting.result()
 
-    def _release(self, lease: Lease, patience: float = 0.0) -> bool | None:
-        """Release the lease; return ``None`` when that could not be done in time."""
+    def _release(self, lease: Lease | Leases, patience: float = 0.0) -> bool | None:
+        """Release what is held; return ``None`` when that could not be done in time."""
         # Once the lease is over there is nothing left to release.
         until = now() + (patience or max(1.0, lease.remaining()))
         self.signals.take()
@@ -193,6 +200,13 @@ class CalledOff(Exception):
     """The wait is not to go on."""
 
 
+class Seen(NamedTuple):
+    """Who had the key that was waited for, at the last look."""
+
+    key: str
+    reading: Reading
+
+
 class Waiter(InThread):
     """Acquires a lock for the thread that makes it, in another one.
 
@@ -200,8 +214,8 @@ class Waiter(InThread):
     that doesn't answer makes one step last for seconds.
 
     Attributes:
-        result: The lease, or ``None`` if the lock stays taken.
-        reading: Who had the lock at the last look.
+        result: The lease, or those of several keys, or ``None`` if one stays taken.
+        seen: Which one that is, and who had it at the last look.
         called_off: Set it to stop waiting, at any moment.
         migrating: Is set while tables are made.
     """
@@ -210,12 +224,14 @@ class Waiter(InThread):
         self._plan = plan
         self._wake = wake
         self._owner = owners.current()
-        self.reading = Reading()
+        self._attempts: Sequence[Attempt] = ()
+        self._gives_up = False
+        self.seen = Seen("", Reading())
         self.called_off = threading.Event()
         self.migrating = threading.Event()
         self.result = in_thread(self._get, wake)
 
-    def _get(self) -> Lease | None:
+    def _get(self) -> Lease | Leases | None:
         """Acquire; whatever goes wrong has an exit status."""
         using = self._plan.using
         try:
@@ -228,27 +244,35 @@ class Waiter(InThread):
             # 1 would be taken for the command's own status: this is the database's.
             raise statuses.database_failure(error, using) from error
 
-    def _acquire(self) -> Lease | None:
-        attempts = self._plan.lock._attempts(by=self._owner)
+    def _acquire(self) -> Lease | Leases | None:
+        lock = self._plan.lock
+        self._attempts = attempts = lock._attempts(by=self._owner)
         try:
             found = run(get_all_in(self, attempts))
         except CalledOff:
             return None
         if isinstance(found, Refused):
-            self.reading = found.seen
-            self._plan.lock._timed_out(found)
+            self.seen = Seen(found.attempt.key, found.seen)
+            lock._timed_out(found)
             return None
         if self.called_off.is_set():
             give_all_back(found)
             return None
-        lease: Lease = self._plan.lock._leases(attempts, found)
+        lease: Lease | Leases = lock._leases(attempts, found)
         return lease
+
+    def give_back(self) -> None:
+        """Give back what was taken of several keys, for a process that ends."""
+        holds = [each.own_hold() for each in self._attempts]
+        give_all_back([hold for hold in holds if hold is not None])
 
     async def call(self, function: Callable[[], T]) -> T:
         self._go_on()
         result = function()
         if isinstance(result, Reading):
-            self.reading = result
+            # They are taken in this order.
+            missing = (each.key for each in self._attempts if each.own_hold() is None)
+            self.seen = Seen(next(missing, self._attempts[-1].key), result)
             self._wake()
         return result
 
@@ -257,7 +281,9 @@ class Waiter(InThread):
         return waiter.wait(seconds)
 
     def _go_on(self) -> None:
-        if self.called_off.is_set():
+        # What comes after that gives back what was taken of several keys.
+        if self.called_off.is_set() and not self._gives_up:
+            self._gives_up = True
             raise CalledOff
 
 
@@ -285,17 +311,36 @@ def _result(future: Future[T]) -> T | None:
     return future.result() if future.done() and not future.exception() else None
 
 
-def _conflict(plan: Plan, reading: Reading) -> str:
+def _conflict(plan: Plan, seen: Seen) -> str:
     within = f" within {plan.wait:g} s" if plan.wait else ""
     advice = "" if plan.wait else "; --wait SECONDS waits for it"
-    return (
-        f"the lock {plan.lock.key!r} was not free{within}: {holder_of(reading)}{advice}"
-    )
+    held = holder_of(seen.reading)
+    return f"the lock {seen.key!r} was not free{within}: {held}{advice}"
 
 
-def _environment(lease: Lease) -> dict[str, str]:
-    environment = {**os.environ, "DBLOCKS_KEY": lease.key, "DBLOCKS_OWNER": lease.owner}
-    environment.pop("DBLOCKS_FENCING_TOKEN", None)
-    if lease.fencing_token is not None:
-        environment["DBLOCKS_FENCING_TOKEN"] = str(lease.fencing_token)
-    return environment
+_TOLD = {
+    "DBLOCKS_KEY",
+    "DBLOCKS_FENCING_TOKEN",
+    "DBLOCKS_PERMIT",
+    "DBLOCKS_OWNER",
+    "DBLOCKS_KEYS",
+    "DBLOCKS_FENCING_TOKENS",
+}
+"""What a command may be told, this one by another ``run_locked`` perhaps."""
+
+
+def _environment(plan: Plan, lease: Lease | Leases) -> dict[str, str]:
+    told = {"DBLOCKS_OWNER": lease.owner}
+    if isinstance(lease, Lease):
+        told["DBLOCKS_KEY"] = lease.key
+        if lease.fencing_token is not None:
+            told["DBLOCKS_FENCING_TOKEN"] = str(lease.fencing_token)
+        if plan.numbered:
+            told["DBLOCKS_PERMIT"] = str(lease.permit)
+    else:
+        told["DBLOCKS_KEYS"] = json.dumps(list(lease))
+        tokens = {key: each.fencing_token for key, each in lease.items()}
+        if None not in tokens.values():
+            told["DBLOCKS_FENCING_TOKENS"] = json.dumps(tokens)
+    inherited = {n: text for n, text in os.environ.items() if n not in _TOLD}
+    return inherited | told
