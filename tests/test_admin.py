@@ -272,13 +272,61 @@ def test_search_for_nul(operator: Client) -> None:
     assert told(operator.get(LIST, {"q": "a\0b"}))
 
 
-@pytest.mark.parametrize("column", range(1, 6))
+@pytest.mark.parametrize("column", range(1, 7))
 @pytest.mark.parametrize("direction", ["", "-"])
 def test_sorting(operator: Client, column: int, direction: str) -> None:
-    """Every column sorts."""
+    """Every column sorts, but for the permits', which say nothing across keys."""
     for state in State.values:
         LockFactory(**{state: True})
-    assert len(listed(operator.get(LIST, {"o": f"{direction}{column}"}))) == 4
+    response = operator.get(LIST, {"o": f"{direction}{column}"})
+    assert len(listed(response)) == 4
+    assert 'class="column-shown_permit"' in response.rendered_content
+
+
+def make_permits() -> None:
+    """Make permits of one key, and its neighbours in the order of code points."""
+    for row in ("job", "job\x1f10", "job\x1f2", "job\x1f0", "job ", "jo"):
+        LockFactory(key=row, held=True)
+
+
+@pytest.mark.parametrize("query", ["", "q=job", "state=held", "o=1", "all="])
+def test_order_of_permits(operator: Client, query: str) -> None:
+    """Permits of a key stand together, in the order of their numbers."""
+    make_permits()
+    found = listed(operator.get(f"{LIST}?{query}"))
+    ordered = ["job", "job\x1f0", "job\x1f2", "job\x1f10", "job "]
+    assert [row for row in found if row != "jo"] == ordered
+    back = listed(operator.get(f"{LIST}?o=-1"))
+    assert back == [*reversed(ordered), "jo"]
+    assert Elements(act(operator, "x", select_across=1)).fields("lock") == [
+        field(row) for row in ("jo", *ordered)
+    ]
+
+
+def test_permit_in_the_list_and_on_the_page(operator: Client) -> None:
+    """Key and permit stand apart; a plain lock has no permit."""
+    LockFactory(key="job\x1f12", held=True)
+    number = '<span class="dblocks-permit">12</span>'
+    page = operator.get(LIST).rendered_content
+    assert f'<td class="field-shown_permit">{number}</td>' in page
+    assert '<bdi class="dblocks-key">job</bdi>' in page
+    for url in (page_of("job\x1f12"), f"{RELEASE}?key=job%1F12"):
+        page = operator.get(url).rendered_content
+        assert number in page
+        assert '<bdi class="dblocks-key">job</bdi>' in page
+        assert "job, permit 12" in page
+        assert "\x1f" not in page
+    LockFactory(key="plain", held=True)
+    assert '<td class="field-shown_permit"></td>' in operator.get(LIST).rendered_content
+    for url in (page_of("plain"), f"{RELEASE}?key=plain"):
+        assert "ermit" not in operator.get(url).rendered_content
+
+
+def test_search_for_the_key_of_permits(operator: Client) -> None:
+    """A key finds all its permits."""
+    make_permits()
+    LockFactory(key="other\x1f1")
+    assert len(listed(operator.get(LIST, {"q": "JOB"}))) == 5
 
 
 @pytest.mark.parametrize("query", ["", "q=row", "state=held", "o=-2.4"])
@@ -460,6 +508,41 @@ def test_release(operator: Client, state: str) -> None:
     assert DistributedLock.objects.free().filter(pk="k", version=8).exists()
 
 
+def test_release_of_a_permit(operator: Client) -> None:
+    """That permit is free; page, history and signal name key and permit apart."""
+    heard: list[tuple[Any, Any]] = []
+
+    def listen(**kwargs: Any) -> None:
+        heard.append((kwargs["key"], kwargs["permit"]))
+
+    make_permits()
+    [value] = Elements(act(operator, "job%1F10")).fields("lock")
+    [button] = [
+        attributes["href"]
+        for _tag, attributes in Elements(operator.get(page_of("job\x1f10"))).found
+        if attributes.get("class") == "dblocks-force-release"
+    ]
+    assert Elements(operator.get(button)).fields("lock") == [value]
+    lock_force_released.connect(listen)
+    try:
+        response = release(operator, value, field("job"), follow=True)
+    finally:
+        lock_force_released.disconnect(listen)
+    assert told(response) == [
+        "Released 2 locks: <bdi>job</bdi> (permit 10), <bdi>job</bdi>."
+    ]
+    assert heard == [("job", 10), ("job", None)]
+    free = DistributedLock.objects.free()
+    assert {lock.key for lock in free} == {"job\x1f10", "job"}
+    entry = LogEntry.objects.get(object_id="job\x1f10")
+    assert entry.object_repr == "job, permit 10"
+    history = operator.get(page_of("job\x1f10", "history")).rendered_content
+    assert "job, permit 10" in history
+    assert "1 entry" in history
+    index = operator.get("/admin/").rendered_content
+    assert page_of("job\x1f10") in index
+
+
 @pytest.mark.parametrize("reason", ["", "   ", "x" * 256])
 def test_reason_is_required(operator: Client, reason: str) -> None:
     """Without a fitting reason the page is shown again, with the versions it had."""
@@ -521,7 +604,11 @@ def test_changed_at_the_last_moment(
 
 
 @pytest.mark.parametrize(
-    "value", ["", "k", ":k", "x:k", "1:", "1:\0", "1:" + "k" * 256, "9" * 5000 + ":k"]
+    "value",
+    [
+        *("", "k", ":k", "x:k", "1:", "1:\0", "1:" + "k" * 256, "9" * 5000 + ":k"),
+        *("1:k%1F", "1:%1F1", "1:k%1F1000", "1:k%1F" + "9" * 5000),
+    ],
 )
 def test_fields_that_no_page_has(operator: Client, value: str) -> None:
     """Made-up fields release nothing and break nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from django.conf import settings as project
@@ -286,6 +287,41 @@ def test_hostile_keys(desk: Desk) -> None:
     assert DistributedLock.objects.free().count() == len(HOSTILE)
 
 
+def test_permits(desk: Desk) -> None:
+    """Each permit has a page, can be ticked, and is released by its own row."""
+    for permit in range(11):
+        LockFactory(key=f"job\x1f{permit}", held=True)
+    page = desk.sit_down()
+    numbers = page.eval_on_selector_all(
+        "#result_list .field-shown_permit", "all => all.map(each => each.textContent)"
+    )
+    assert numbers == [str(permit) for permit in range(11)]
+    page.follow("#result_list tbody tr:nth-child(11) th a")
+    assert page.text_content(".field-shown_permit .dblocks-permit") == "10"
+    page.follow("text=Force release…")
+    assert page.text_content(".dblocks-table .dblocks-permit") == "10"
+    page.open(LIST)
+    page.check("#result_list tbody tr:nth-child(3) input.action-select")
+    page.select_option("[name=action]", "force_release")
+    page.follow("[name=index]")
+    page.fill("#id_reason", "stuck")
+    page.follow("text=Force release 1 lock")
+    assert page.inner_text(".messagelist") == "Released 1 lock: job (permit 2)."
+    assert [lock.permit for lock in DistributedLock.objects.free()] == [2]
+
+
+def test_column_of_permits(desk: Desk) -> None:
+    """It is there as soon as a row needs it, also when the list is refreshed."""
+    LockFactory(key="plain", held=True)
+    page = desk.sit_down()
+    assert not page.is_visible("th.column-shown_permit")
+    assert not page.is_visible("td.field-shown_permit")
+    LockFactory(key="job\x1f3", held=True)
+    page.open(LIST)
+    assert page.is_visible("th.column-shown_permit")
+    assert page.is_visible("#result_list >> text=3")
+
+
 def test_keyboard_alone(desk: Desk) -> None:
     """Without a pointer: from the list over the lock's page to the release."""
     LockFactory(key="k", held=True)
@@ -386,13 +422,13 @@ def test_contrast(desk: Desk, theme: str) -> None:
 
 
 @pytest.mark.parametrize("viewport", [None, NARROW], ids=["wide", "narrow"])
-def test_nothing_is_out_of_sight(desk: Desk, viewport: Any) -> None:
+@pytest.mark.parametrize("permit", ["", "\x1f999"], ids=["plain", "permit"])
+def test_nothing_is_out_of_sight(desk: Desk, viewport: Any, permit: str) -> None:
     """The confirmation fits the window; so do the list's columns in a wide one."""
-    LockFactory(
-        key="invoice:2026-11", expired=True, holder="worker-1.example:31337:MainThread"
-    )
+    key = f"invoice:2026-11{permit}"
+    LockFactory(key=key, expired=True, holder="worker-1.example:31337:MainThread")
     options = {"viewport": viewport} if viewport else {}
-    page = desk.sit_down(f"{RELEASE}?key=invoice:2026-11", **options)
+    page = desk.sit_down(f"{RELEASE}?{urlencode({'key': key})}", **options)
     fits = "all => all.every(each => each.scrollWidth <= each.clientWidth)"
     assert page.eval_on_selector_all(".results, html", fits)
     if viewport is None:

@@ -13,6 +13,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy
 
 from ..models import State
+from ..permits import in_order
 
 MAX_COUNT = 1000
 """The most locks that are counted and paged through; beyond it, search or filter."""
@@ -44,14 +45,20 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
     """Reads the keys once, up to a limit, and pages through those.
 
     Counting or sorting without an index is a pass over the table. This takes one such
-    pass, and none of a million rows in the order of their keys.
+    pass, and none of a million rows in the order of their keys. Of one key, permits
+    stand in the order of their numbers.
     """
 
     object_list: Any
 
     @cached_property
     def keys(self) -> list[str]:
-        return list(self.object_list.values_list("pk", flat=True)[: MAX_COUNT + 1])
+        keys = self.object_list.values_list("pk", flat=True)
+        first = next(iter(keys.query.order_by), None)
+        if first in ("key", "-key"):
+            is_reversed = first == "-key"
+            return sorted(keys[: MAX_COUNT + 1], key=in_order, reverse=is_reversed)
+        return list(keys[: MAX_COUNT + 1])
 
     @cached_property
     def count(self) -> int:
@@ -63,8 +70,9 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
         start = (number - 1) * self.per_page
         return Page(self.rows(self.keys[start : start + self.per_page]), number, self)
 
-    def rows(self, keys: Sequence[str]) -> Any:
-        return self.object_list.filter(pk__in=keys)
+    def rows(self, keys: Sequence[str]) -> list[Any]:
+        rows = {row.pk: row for row in self.object_list.filter(pk__in=keys)}
+        return [rows[key] for key in keys if key in rows]
 
 
 class LockChangeList(ChangeList):

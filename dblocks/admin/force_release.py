@@ -28,6 +28,7 @@ from .. import validation
 from ..backends.database.expressions import SecondsUntil
 from ..conf import DEFAULT_ALIAS, backends
 from ..models import DistributedLock, LockQuerySet, State
+from ..permits import apart, in_order
 from .formats import escaped, names_of
 
 MAX_AT_ONCE = 500
@@ -51,12 +52,12 @@ class ReleaseForm(forms.Form):
 
 
 def parsed(fields: Iterable[str]) -> dict[str, int]:
-    """Return each key's fencing token; skip fields that no page of ours made."""
+    """Return each row's fencing token; skip fields that no page of ours made."""
     shown = {}
     for each in fields:
-        version, _colon, key = each.partition(":")
+        version, _colon, row_key = each.partition(":")
         with suppress(ValueError):
-            shown[validation.key(unquote(key))] = int(version)
+            shown[validation.key_of_row(*apart(unquote(row_key)))] = int(version)
     return shown
 
 
@@ -167,7 +168,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         """Show the confirmation page; its form posts to an address of its own."""
         taken = queryset.exclude(state=State.FREE).order_by("key")
-        locks = list(taken[: MAX_AT_ONCE + 1])
+        locks = sorted(taken[: MAX_AT_ONCE + 1], key=lambda lock: in_order(lock.key))
         if locks:
             return self._page(request, locks, ReleaseForm())
         self._nothing(request)
@@ -210,15 +211,15 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         crumbs = [(self._url(request, "changelist"), list_name)]
         if len(shown) == 1:
             url = self._url(request, "change", quote(shown[0].key))
-            crumbs.append((url, Truncator(shown[0].key).chars(60)))
+            crumbs.append((url, Truncator(str(shown[0])).chars(60)))
         context = {
             **self.admin_site.each_context(request),
             "title": _("Force release"),
-            "subtitle": shown[0].key if len(shown) == 1 else None,
+            "subtitle": str(shown[0]) if len(shown) == 1 else None,
             "opts": self.opts,
             "crumbs": crumbs,
             "crumbs_are_list": django.VERSION >= (6, 1),
-            "rows": [self._row(lock) for lock in shown],
+            "rows": self._rows(shown),
             "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
             "form": form,
             "form_url": self._url(request, "force_release"),
@@ -228,14 +229,27 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         template = "admin/dblocks/distributedlock/force_release.html"
         return TemplateResponse(request, template, context)
 
-    def _row(self, lock: DistributedLock) -> tuple[str, list[tuple[str, str]]]:
-        """Return a grant's form field, fencing token and key, and its cells."""
+    def _rows(
+        self, locks: Sequence[DistributedLock]
+    ) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Return each grant's form field, fencing token and key, and its cells."""
+        names = list(self.confirmed_fields)
+        if all(lock.permit is None for lock in locks):
+            names.remove("shown_permit")
+        return [
+            (f"{lock.version}:{escaped(lock.key)}", self._cells(lock, names))
+            for lock in locks
+        ]
+
+    def _cells(
+        self, lock: DistributedLock, names: Sequence[str]
+    ) -> list[tuple[str, str]]:
         cells = []
-        for name in self.confirmed_fields:
+        for name in names:
             label = capfirst(str(label_for_field(name, self.model, self)))
             cell = getattr(self, name)(lock) or self.get_empty_value_display()
             cells.append((label, cell))
-        return f"{lock.version}:{escaped(lock.key)}", cells
+        return cells
 
     # The release
 
@@ -273,7 +287,11 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if is_busy(self.locks, lock.key):
             return "busy"
         if not self.locks.force_release(
-            lock.key, version=lock.version, by=request.user, reason=reason
+            lock.lock_key,
+            permit=lock.permit,
+            version=lock.version,
+            by=request.user,
+            reason=reason,
         ):
             return "changed"
         message = _(

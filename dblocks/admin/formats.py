@@ -9,7 +9,10 @@ from typing import Any
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.timezone import localtime
+from django.utils.translation import gettext as _
 from django.utils.translation import ngettext_lazy
+
+from ..permits import SEPARATOR, apart
 
 MAX_NAMED = 10
 """The most locks that a message names."""
@@ -68,20 +71,28 @@ def isolated(text: str, style: str = "text") -> SafeString:
     return format_html('<bdi class="dblocks-{}">{}</bdi>', style, text)
 
 
-def names_of(keys: Sequence[str]) -> SafeString:
-    """Return a list of keys, each isolated from the text around it."""
+def names_of(row_keys: Sequence[str]) -> SafeString:
+    """Return a list of locks, each key isolated from the text around it."""
     names = format_html_join(
-        ", ", "<bdi>{}</bdi>", ((key,) for key in keys[:MAX_NAMED])
+        ", ", "{}", ((_name_of(row_key),) for row_key in row_keys[:MAX_NAMED])
     )
-    return format_html("{}, …", names) if len(keys) > MAX_NAMED else names
+    return format_html("{}, …", names) if len(row_keys) > MAX_NAMED else names
 
 
-_ESCAPES = str.maketrans({"%": "%25", "\n": "%0A", "\r": "%0D"})
+def _name_of(row_key: str) -> SafeString:
+    key, permit = apart(row_key)
+    name = format_html("<bdi>{}</bdi>", key)
+    if permit is None:
+        return name
+    return format_html(_("{key} (permit {permit})"), key=name, permit=permit)
 
 
-def escaped(key: str) -> str:
-    """Return a key as a form field holds it: browsers change line ends there.
+_ESCAPES = str.maketrans({"%": "%25", "\n": "%0A", "\r": "%0D", SEPARATOR: "%1F"})
+
+
+def escaped(row_key: str) -> str:
+    """Return a row's key as a form field holds it: browsers change line ends there.
 
     ``unquote()`` gives it back.
     """
-    return key.translate(_ESCAPES)
+    return row_key.translate(_ESCAPES)

@@ -32,7 +32,10 @@ from .formats import AGO, AHEAD, OVERDUE, escaped, exact, isolated, time_element
 class DistributedLockAdmin(ForceReleaseAdmin):
     """Shows locks, and lets those who may force their release."""
 
-    list_display = ("shown_key", "shown_state", "shown_holder", "since", "left")
+    list_display = (
+        *("shown_key", "shown_permit", "shown_state", "shown_holder"),
+        *("since", "left"),
+    )
     list_filter = (StateFilter,)
     list_per_page = 50
     ordering = ("key",)
@@ -41,9 +44,9 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     show_facets = admin.ShowFacets.NEVER
     search_fields = ("key", "holder", "note")
     search_help_text = gettext_lazy("Search by key, holder and note.")
-    confirmed_fields = (*list_display[:3], "shown_note", "since", "left")
+    confirmed_fields = (*list_display[:4], "shown_note", "since", "left")
     fields = readonly_fields = (
-        *("shown_key", "shown_state", "shown_holder", "shown_note"),
+        *("shown_key", "shown_permit", "shown_state", "shown_holder", "shown_note"),
         *("since_exact", "left_exact", "waiting"),
         *("version_number", "hold_count", "owner"),
     )
@@ -83,9 +86,22 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     # Columns and fields
 
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        fields = super().get_fields(request, obj)
+        if obj is not None and obj.permit is None:
+            return [name for name in fields if name != "shown_permit"]
+        return fields
+
     @admin.display(description=gettext_lazy("key"), ordering="key")
     def shown_key(self, lock: DistributedLock) -> SafeString:
-        return isolated(lock.key, "key")
+        return isolated(lock.lock_key, "key")
+
+    @admin.display(description=gettext_lazy("permit"), empty_value="")
+    def shown_permit(self, lock: DistributedLock) -> SafeString | None:
+        """The permit's number; the style sheet hides a column without any."""
+        if lock.permit is None:
+            return None
+        return format_html('<span class="dblocks-permit">{}</span>', lock.permit)
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def shown_state(self, lock: DistributedLock) -> SafeString:
