@@ -388,6 +388,15 @@ def test_released_lock_has_no_holder(operator: Client) -> None:
         assert lock.holder not in operator.get(url).rendered_content
 
 
+def test_nothing_is_none(operator: Client) -> None:
+    """What a lock hasn't got is a dash, in the list and on its page."""
+    LockFactory(key="k")
+    for url in (LIST, page_of("k")):
+        page = operator.get(url).rendered_content
+        assert ">None<" not in page
+        assert page.count(">-<") >= 3
+
+
 @pytest.mark.parametrize("use_tz", [True, False])
 def test_exact_time(operator: Client, settings: Any, use_tz: bool) -> None:
     """The exact moment is there in local time and in UTC, whatever USE_TZ says."""

@@ -111,13 +111,13 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         )
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
-    def shown_holder(self, lock: DistributedLock) -> SafeString | None:
+    def shown_holder(self, lock: DistributedLock) -> SafeString:
         """The holder; a released lock keeps its last holder's name, but has none."""
-        return isolated(lock.holder) if lock.owner else None
+        return isolated(lock.holder) if lock.owner else self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("note"))
-    def shown_note(self, lock: DistributedLock) -> SafeString | None:
-        return isolated(lock.note) if lock.note else None
+    def shown_note(self, lock: DistributedLock) -> SafeString:
+        return isolated(lock.note) if lock.note else self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("held since"), ordering="-acquired_at")
     def since(self, lock: Any) -> SafeString | None:
@@ -133,20 +133,24 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         return time_element(lock.expires_at, phrases, abs(lock.remaining))
 
     @admin.display(description=gettext_lazy("waiting"))
-    def waiting(self, lock: DistributedLock) -> int | None:
+    def waiting(self, lock: DistributedLock) -> int | str:
         """The number of waiters, where it is known."""
-        using = connections[self.locks.db]
-        return session_locks.waiters(using, [lock.lock_key]).get(lock.lock_key)
+        counts = session_locks.waiters(connections[self.locks.db], [lock.lock_key])
+        return counts.get(lock.lock_key) or self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("held since"))
-    def since_exact(self, lock: DistributedLock) -> SafeString | None:
+    def since_exact(self, lock: DistributedLock) -> SafeString:
         since = self.since(lock)
-        return since and format_html("{}, {}", since, exact(lock.acquired_at))
+        if since is None:
+            return self.get_empty_value_display()
+        return format_html("{}, {}", since, exact(lock.acquired_at))
 
     @admin.display(description=gettext_lazy("remaining"))
-    def left_exact(self, lock: DistributedLock) -> SafeString | None:
+    def left_exact(self, lock: DistributedLock) -> SafeString:
         left = self.left(lock)
-        return left and format_html("{}, {}", left, exact(lock.expires_at))
+        if left is None:
+            return self.get_empty_value_display()
+        return format_html("{}, {}", left, exact(lock.expires_at))
 
     @admin.display(description=gettext_lazy("fencing token"))
     def version_number(self, lock: DistributedLock) -> str:
