@@ -363,6 +363,20 @@ def test_stopped_waiter_costs_the_grace(
 
 
 @pytest.mark.usefixtures("queue")
+def test_several_keys_yield_to_the_queue(key: str) -> None:
+    """Who wants several keys doesn't overtake the one that queues for one of them."""
+    lock = distributed_lock(f"{key}:1", f"{key}:2")
+    for name in lock.keys:
+        lock.acquire().release()
+        gate = file_locks.gate_of(connection, str(name))
+        assert gate is not None
+        assert gate.try_enter()
+        with takes(at_least=0.2):
+            lock.acquire().release()
+        gate.leave()
+
+
+@pytest.mark.usefixtures("queue")
 def test_killed_holder_leaves_nothing(workers: Workers, lock: Locks, key: str) -> None:
     """The kernel frees what a killed process had; its lease lapses."""
     holder = workers.start("hold", key=key, lease=1)

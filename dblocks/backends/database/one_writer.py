@@ -70,9 +70,9 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
         found = table.read_all(connection, keys)
         if permit_rows.owned(found, request.owner) is not None:
             return permit_rows.take(connection, request)
-    queue = None if request.queued else gate_of(connection, request.key)
-    if queue is None or queue.is_free():
-        queue, first = None, request.permit
+    queue = None if request.queued else _queue(connection, request.key)
+    if queue is None:
+        first = request.permit
         for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
             answer = permit_rows.take_one(connection, request, key)
             if isinstance(answer, Granted):
@@ -87,21 +87,23 @@ def take_all(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
     """Grant several keys that have rows and are free, all or none of them."""
-    gates: list[FileLock] = []
+    gates: dict[str, FileLock] = {}
     if is_file(connection) and len(keys) <= MOST_GATES:
-        gates = [gate for _, gate in _enter(connection, keys, most=len(keys))]
+        gates = dict(_enter(connection, keys, most=len(keys)))
     try:
         if len(gates) < len(keys):
             seen = table.read_all(connection, keys)
-            if not all(key in seen and _is_free(seen[key], None) for key in keys):
-                return None
+            for key in keys:
+                queue = None if key in gates else _queue(connection, key)
+                if key not in seen or not _is_free(seen[key], queue):
+                    return None
         granted = table.take_all(connection, request, keys)
         if granted is not None and len(gates) == len(keys):
-            pairs = zip(granted, gates, strict=True)
-            granted, gates = [each._replace(gate=gate) for each, gate in pairs], []
+            granted = [each._replace(gate=gates[each.grant.key]) for each in granted]
+            gates = {}
         return granted
     finally:
-        for gate in gates:
+        for gate in gates.values():
             gate.leave()
 
 
@@ -118,6 +120,12 @@ def _enter(
             if gate is None or len(entered) == most:
                 break
     return entered
+
+
+def _queue(connection: Connection, key: str) -> FileLock | None:
+    """Return a key's gate if others have it or queue there."""
+    queue = gate(connection, key)
+    return None if queue is None or queue.is_free() else queue
 
 
 def _is_free(seen: Reading, gate: FileLock | None) -> bool:
