@@ -22,8 +22,10 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 
 from dblocks import distributed_lock
+from testproject.shop.carts import WAYS
 from testproject.shop.crew import Crew
 from testproject.shop.management.commands import demo
+from testproject.shop.meeting import Meeting
 from testproject.shop.sale import Result, Sale
 from testproject.shop.selling import VARIANTS
 from tests.fixtures import in_memory
@@ -32,6 +34,7 @@ from tests.timing import DEADLINE, eventually
 
 SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
 TIME_LIMIT = 55
+CARTS = re.compile(r"^ (\S.*?) +(\d+) +(\d+) +(\d+\.\d) s +(\d+) ms$", re.MULTILINE)
 ROW = re.compile(r"^ (\S.*?) +(\d+) +(-?\d+) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) ms$")
 
 
@@ -115,6 +118,15 @@ def test_demo(environment: dict[str, str]) -> None:
         assert oversold == max(0, sold - 5)
         assert (oversold == 0) is variant.safe, variant.title
     assert rows["version column"][4] > 0
+    carts = {match[1]: match.groups()[1:] for match in CARTS.finditer(output)}
+    assert set(carts) == {way.title for way in WAYS.values()}
+    for way in WAYS.values():
+        reserved, timed_out, took, slowest = map(float, carts[way.title])
+        assert reserved + timed_out == 3 * demo.CARTS
+        assert (timed_out == 0) is way.safe
+        # Who times out has waited for a whole second.
+        assert (slowest >= 1000) or way.safe
+        assert slowest <= 1000 * took + 100
     assert "is killed by SIGKILL" in output
     assert "LeaseLost: The lease on" in output
     assert "stock: 9; sold to: Bob" in output
@@ -281,3 +293,48 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_judgement(outcome: Any, name: str, sold: int, problems: list[str]) -> None:
     """The demo fails when a sale didn't go as the table says it goes."""
     assert outcome(name, sold=sold) == problems
+
+
+@pytest.mark.parametrize(
+    ("name", "timed_out", "adds_up", "problems"),
+    [
+        pytest.param("together", 0, True, [], id="safe"),
+        pytest.param(
+            "together",
+            2,
+            True,
+            ["'one lock of several keys' let 2 time out."],
+            id="late",
+        ),
+        pytest.param(
+            "together",
+            0,
+            False,
+            ["'one lock of several keys' left a stock that doesn't add up."],
+            id="wrong",
+        ),
+        pytest.param("nested", 1, True, [], id="careless"),
+        pytest.param(
+            "nested",
+            0,
+            True,
+            ['"nested locks, in the cart\'s order" let none time out this time.'],
+            id="careless-by-chance",
+        ),
+    ],
+)
+def test_judgement_of_carts(
+    name: str,
+    timed_out: int,
+    adds_up: bool,
+    problems: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The demo fails when carts didn't meet as it says they do."""
+    meeting = Meeting(9 - timed_out, timed_out, 2.0, 1.0, adds_up)
+    monkeypatch.setattr(demo, "let_carts_meet", lambda *args, **options: meeting)
+    command = demo.Command()
+    command.verbosity = 0
+    command.problems = []
+    command.show_meeting(WAYS[name], Crew())
+    assert command.problems == problems

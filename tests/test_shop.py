@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from dblocks import LockTimeout
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from testproject.shop.carts import WAYS, Cart, NotInStock, reserve
 from testproject.shop.crew import Crew, Unexpected
+from testproject.shop.meeting import let_carts_meet
 from testproject.shop.models import Order, Product
 from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
 from testproject.shop.selling import VARIANTS, Checkout, SoldOut, Variant
@@ -101,6 +106,75 @@ def test_decrement_counts_below_zero(sell: Callable[..., Result]) -> None:
 def test_optimistic_update_is_busy(sell: Callable[..., Result]) -> None:
     """Buyers who look at the same stock begin again; the sale tells how often."""
     assert sell("optimistic").retries > 0
+
+
+@pytest.fixture
+def three(sell: Callable[..., Result], request: pytest.FixtureRequest) -> Crew:
+    """Three processes, to reserve carts that meet."""
+    crew: Crew = request.getfixturevalue("tills")
+    while len(crew.tills) < PROCESSES:
+        crew.hire()
+    return crew
+
+
+def test_carts_taken_together(three: Crew) -> None:
+    """Carts in opposite orders don't block each other under one lock of all keys."""
+    meeting = let_carts_meet(WAYS["together"], three, carts=2)
+    assert (meeting.reserved, meeting.timed_out) == (6, 0)
+    assert meeting.adds_up
+
+
+def test_carts_nested_carelessly(three: Crew) -> None:
+    """With nested locks they do, until one gives up; the stock is right in the end."""
+    meeting = let_carts_meet(WAYS["nested"], three, carts=2)
+    assert meeting.timed_out > 0
+    assert meeting.reserved + meeting.timed_out == 6
+    assert meeting.adds_up
+
+
+@pytest.fixture
+def articles(shop: None) -> list[Product]:
+    """A lamp, of which there is one, and two chairs."""
+    stocks = {"Lamp": 1, "Chair": 2}
+    return [Product.objects.create(name=name, stock=stocks[name]) for name in stocks]
+
+
+def stocks(articles: list[Product]) -> list[int]:
+    for product in articles:
+        product.refresh_from_db()
+    return [product.stock for product in articles]
+
+
+WAYS_TO_RESERVE = {"site": reserve} | {name: way.reserve for name, way in WAYS.items()}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_RESERVE)
+def test_cart_is_reserved_whole_or_not_at_all(
+    way: str, articles: list[Product]
+) -> None:
+    """Of a cart that lacks one article, the others stay where they are."""
+    take = WAYS_TO_RESERVE[way]
+    ids = [product.pk for product in articles]
+    order = take(Cart("Ada", ids[::-1]))
+    assert sorted(order.items.values_list("product", flat=True)) == ids
+    assert stocks(articles) == [0, 1]
+    with pytest.raises(NotInStock) as refused:
+        take(Cart("Bob", ids))
+    assert [product.name for product in refused.value.products] == ["Lamp"]
+    assert stocks(articles) == [0, 1]
+    assert not DistributedLock.objects.held().exists()
+
+
+def test_cart_waits_for_each_of_its_articles(articles: list[Product]) -> None:
+    """Somebody at one article keeps out the cart, which then holds none of them."""
+    cart = Cart("Ada", [product.pk for product in articles])
+    with hold_elsewhere(cart.keys[1]):
+        with pytest.raises(LockTimeout) as refused:
+            WAYS["together"].reserve(cart)
+        held = DistributedLock.objects.held().values_list("key", flat=True)
+        assert list(held) == [cart.keys[1]]
+    assert refused.value.key == cart.keys[1]
+    assert stocks(articles) == [1, 2]
 
 
 def test_progress(sell: Callable[..., Result]) -> None:

@@ -30,14 +30,16 @@ from django.urls import reverse
 
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
+from testproject.shop.board import EXPORT_LOCK, EXPORTS
 from testproject.shop.models import Order, OrderItem, Product
 from testproject.shop.operators import PERMISSIONS, make_operators
 from testproject.shop.sale import empty_shop
+from testproject.shop.selling import stock_lock
 from tests.browser import Browser, Window, launch
 from tests.factories import LockFactory, now
 from tests.fixtures import in_memory
 from tests.processes import ROOT
-from tests.timing import DEADLINE, eventually
+from tests.timing import DEADLINE, eventually, takes
 
 THREADS = 4
 THINKING = 0.15
@@ -169,10 +171,10 @@ class Buyer:
         self.token = found[1] if found else ""
         return answer
 
-    def press(self, path: str, **fields: str) -> Answer:
+    def press(self, path: str, **fields: str | list[int]) -> Answer:
         """Press a button of the page; follow where that leads."""
         fields = {"csrfmiddlewaretoken": self.token, "customer": self.name, **fields}
-        answer = self.ask("POST", path, urlencode(fields))
+        answer = self.ask("POST", path, urlencode(fields, doseq=True))
         if answer.status != 302:
             return answer
         page = self.ask("GET", answer.headers["Location"])
@@ -316,6 +318,61 @@ def test_double_payment(server: Server) -> None:
     assert 'id="pay"' not in buyer.read(page).body
 
 
+def test_carts_in_opposite_orders(server: Server) -> None:
+    """Eight carts with the same articles: those that find all are reserved whole."""
+    lamp = Product.objects.create(name="Lamp", stock=3)
+    shade = Product.objects.create(name="Shade", stock=9)
+    crowd = [Buyer(server, f"Buyer {number}") for number in range(8)]
+    for buyer in crowd:
+        buyer.read(reverse("shop:cart"))
+    button = reverse("shop:reserve")
+
+    def reserve(number: int) -> Answer:
+        articles = [lamp.pk, shade.pk][:: -1 if number % 2 else 1]
+        return crowd[number].press(button, articles=articles)
+
+    answers = at_once(*[lambda number=number: reserve(number) for number in range(8)])
+    pages = sorted(answer.page for answer in answers)
+    assert pages == ["not-in-stock"] * 5 + ["order"] * 3
+    for product, stock in [(lamp, 0), (shade, 6)]:
+        product.refresh_from_db()
+        assert (product.stock, product.sold()) == (stock, 3)
+    assert len({answer.process for answer in answers}) == 2
+    assert not DistributedLock.objects.held().exists()
+
+
+def test_cart_waits_too_long(server: Server) -> None:
+    """The page that says so tries again with the whole cart."""
+    lamp = Product.objects.create(name="Lamp", stock=1)
+    shade = Product.objects.create(name="Shade", stock=1)
+    buyer = Buyer(server)
+    buyer.read(reverse("shop:cart"))
+    with hold_elsewhere(stock_lock(shade.pk)):
+        answer = buyer.press(
+            reverse("shop:reserve"), customer="Bob <b>", articles=[lamp.pk, shade.pk]
+        )
+    assert (answer.status, answer.page) == (423, "locked")
+    hidden = re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.body)
+    assert [name for name, _ in hidden] == [
+        *("csrfmiddlewaretoken", "customer", "articles", "articles")
+    ]
+    again = urlencode([(name, unescape(value)) for name, value in hidden])
+    assert buyer.ask("POST", reverse("shop:reserve"), again).status == 302
+    assert Order.objects.get().customer == "Bob <b>"
+
+
+def test_two_exports_at_a_time(server: Server) -> None:
+    """Five exports in several processes all come, and take as long as three rounds."""
+    crowd = [Buyer(server) for _ in range(5)]
+    for buyer in crowd:
+        buyer.read(reverse("shop:exports"))
+    button = reverse("shop:export")
+    with takes(at_least=3 * THINKING):
+        answers = at_once(*[lambda buyer=buyer: buyer.press(button) for buyer in crowd])
+    assert statuses(answers) == [200] * 5
+    assert len({answer.process for answer in answers}) == 2
+
+
 # In a browser
 
 
@@ -380,6 +437,37 @@ def test_double_payment_in_a_browser(windows: list[Window]) -> None:
         window.wait_for_selector(done)
     texts = sorted(window.inner_text("h1") for window in windows)
     assert texts == ["Duplicate operation", f"Order {order.pk}"]
+
+
+def test_cart_in_a_browser(windows: list[Window]) -> None:
+    """Two carts want the last lamp: one gets all of its articles, the other none."""
+    for name, stock in [("Lamp", 1), ("Shade", 2)]:
+        Product.objects.create(name=name, stock=stock)
+    path = reverse("shop:cart")
+    for window, name in zip(windows, ["Ada", "Bob"], strict=True):
+        window.open(path)
+        window.fill("#id_customer", name)
+        window.check("text=Lamp")
+        window.check("text=Shade")
+    pages = press_at_once(windows, "text=Reserve all", path)
+    assert set(pages) == {"order", "not-in-stock"}
+    assert "1 × Lamp" in pages["order"]
+    assert "1 × Shade" in pages["order"]
+    assert "Sold out by now: Lamp." in pages["not-in-stock"]
+    assert sorted(Product.objects.values_list("stock", flat=True)) == [0, 1]
+
+
+def test_exports_in_a_browser(windows: list[Window]) -> None:
+    """While two exports are at work elsewhere, the page shows them; a third waits."""
+    path = reverse("shop:exports")
+    window = windows[0]
+    window.open(path)
+    assert window.inner_text("main .cards").count("free") == 2
+    with export_elsewhere(), export_elsewhere():
+        window.open(path)
+        assert window.inner_text("main .cards").count("held") == 2
+        window.click("#export button", no_wait_after=True)
+        window.wait_for_selector("main[data-page=too-many-exports]")
 
 
 # Page by page
@@ -453,6 +541,8 @@ def test_buyer_without_a_name(client: Client, lamp: Product, name: str) -> None:
         pytest.param("get", "/order/999999/", 404, id="no order"),
         pytest.param("post", "/order/999999/pay/", 404, id="nothing to pay"),
         pytest.param("get", "/order/1/pay/", 405, id="pay by GET"),
+        pytest.param("get", "/cart/reserve/", 405, id="reserve by GET"),
+        pytest.param("get", "/exports/orders.csv", 405, id="export by GET"),
     ],
 )
 def test_refused(client: Client, method: str, path: str, status: int) -> None:
@@ -479,6 +569,89 @@ def test_van(client: Client, lamp: Product) -> None:
     board = client.get(reverse("shop:locks")).content.decode()
     line = board.partition(f'data-key="shop:van:{lamp.pk}"')[2]
     assert 'class="pill cooling"' in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        pytest.param({"customer": "Ada"}, b"Put something", id="empty"),
+        pytest.param({"customer": ""}, b"This field is required", id="no name"),
+        pytest.param(
+            {"customer": "Ada", "articles": [999999]}, b"999999", id="no product"
+        ),
+        pytest.param({"customer": "Ada", "articles": ["x"]}, b"valid", id="no number"),
+    ],
+)
+def test_cart_that_is_wrong(
+    client: Client, lamp: Product, fields: dict[str, Any], complaint: bytes
+) -> None:
+    """What was filled in wrong is shown again, and nothing is locked or sold."""
+    answer = client.post(reverse("shop:reserve"), fields)
+    assert (answer.status_code, page_of(answer)) == (400, "cart")
+    assert b"errorlist" in answer.content
+    assert complaint in answer.content
+    assert not DistributedLock.objects.exists()
+    assert lamp.sold() == 0
+
+
+def test_cart_page(client: Client, lamp: Product) -> None:
+    """Every article can be ticked; a cart is an order with all of them."""
+    chair = Product.objects.create(name="Chair", stock=4)
+    page = client.get(reverse("shop:cart")).content.decode()
+    assert re.findall(r'name="articles" value="(\d+)"', page) == [
+        str(lamp.pk),
+        str(chair.pk),
+    ]
+    assert "4 left" in page
+    fields = {"customer": "Ada", "articles": [chair.pk, lamp.pk]}
+    order = client.post(reverse("shop:reserve"), fields, follow=True)
+    assert (order.status_code, page_of(order)) == (200, "order")
+    again = client.post(reverse("shop:reserve"), fields)
+    assert (again.status_code, page_of(again)) == (409, "not-in-stock")
+    chair.refresh_from_db()
+    assert chair.stock == 3
+
+
+def test_empty_cart_page(client: Client) -> None:
+    """Where nothing is for sale, nothing can be ticked."""
+    assert b"nothing to buy" in client.get(reverse("shop:cart")).content
+
+
+def export_elsewhere() -> hold_elsewhere:
+    return hold_elsewhere(EXPORT_LOCK, permits=EXPORTS)
+
+
+def test_export(client: Client, lamp: Product) -> None:
+    """The file has a line for each item."""
+    client.post(url_of(lamp, "buy/"), {"customer": "Ada"})
+    item = OrderItem.objects.get()
+    answer = client.post(reverse("shop:export"))
+    assert answer.headers["Content-Type"] == "text/csv; charset=utf-8"
+    assert answer.content.decode().splitlines() == [
+        "order,state,product,quantity",
+        f"{item.order_id},placed,{lamp.pk},1",
+    ]
+
+
+def test_third_export(client: Client, settings: Any) -> None:
+    """While two are at work a third is told when to come; beside one it runs."""
+    settings.DBLOCKS = {"default": {"TIMEOUT": 0}}
+    with export_elsewhere():
+        with export_elsewhere() as second:
+            answer = client.post(reverse("shop:export"))
+            assert (answer.status_code, page_of(answer)) == (409, "too-many-exports")
+            assert 1 <= int(answer.headers["Retry-After"]) <= 30
+            page = client.get(reverse("shop:exports")).content.decode()
+            assert page.count('class="pill held"') == 2
+            board = client.get(reverse("shop:locks")).content.decode()
+            assert re.findall(r'data-key="shop:export" data-permit="(\d)"', board) == [
+                *("0", "1")
+            ]
+            assert "\x1f" not in page + board
+            second.release()
+            page = client.get(reverse("shop:exports")).content.decode()
+            assert page.count('class="pill held"') == 1
+        assert client.post(reverse("shop:export")).status_code == 200
 
 
 def test_locks(client: Client, lamp: Product) -> None:
@@ -517,6 +690,7 @@ def test_pages_are_made_of_files(client: Client, lamp: Product) -> None:
     client.post(url_of(lamp, "buy/"), {"customer": "<script>"})
     order = Order.objects.get()
     paths = ["/", url_of(lamp), reverse("shop:order", args=[order.pk]), "/locks/"]
+    paths += ["/cart/", "/exports/"]
     answers = [client.get(path) for path in paths]
     answers += [client.post(url_of(lamp, "buy/"), {"customer": "<script>"})]
     for answer in answers:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from dblocks.models import DistributedLock, State
 
 from .models import Product
-from .selling import Checkout
+from .selling import stock_lock
+
+EXPORTS = 2
+"""How many exports may be at work at a time."""
+
+EXPORT_LOCK = "shop:export"
+"""The key of which there are so many permits."""
+
+PERMIT = "\x1f"
+"""What sets off the number of a permit from its key, in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,8 @@ class Seen:
     """A lock as it was a moment ago, by the database's clock."""
 
     key: str
+    #: Which of the lock's permits, if it has any.
+    permit: int | None = None
     state: State = State.FREE
     #: When it was taken, if it is.
     since: datetime | None = None
@@ -47,9 +58,11 @@ def _all(keys: list[str] | None = None) -> dict[str, Seen]:
         rows = rows.filter(key__in=keys)
     found = {}
     for row in rows:
-        lock = Seen(row.key, State(row.state))
+        key, _, permit = row.key.partition(PERMIT)
+        lock = Seen(key, int(permit) if permit else None, State(row.state))
         if lock.taken:
-            lock = Seen(row.key, lock.state, row.acquired_at, max(0.0, row.remaining))
+            remaining = max(0.0, row.remaining)
+            lock = replace(lock, since=row.acquired_at, remaining=remaining)
         found[row.key] = lock
     return found
 
@@ -64,16 +77,26 @@ def van_lock(product_id: int) -> str:
     return f"shop:van:{product_id}"
 
 
+def export_locks() -> list[Line]:
+    """Return a line for each permit to export."""
+    keys = [f"{EXPORT_LOCK}{PERMIT}{permit}" for permit in range(EXPORTS)]
+    found = _all(keys)
+    return [
+        Line(found.get(key, Seen(EXPORT_LOCK, permit)), f"Export {permit + 1}")
+        for permit, key in enumerate(keys)
+    ]
+
+
 def product_locks(*, whole: bool = False) -> list[Line]:
     """Return a line for each product's stock.
 
     Args:
-        whole: Also whatever else is taken: payments and vans.
+        whole: Also whatever else is taken: payments, vans and exports.
     """
     found = _all()
     lines = []
     for product in Product.objects.order_by("pk"):
-        key = Checkout(product.pk, "").key
+        key = stock_lock(product.pk)
         lines.append(Line(found.pop(key, Seen(key)), product.name, product))
         van = found.pop(van_lock(product.pk), None)
         if whole and van is not None:
@@ -84,4 +107,5 @@ def product_locks(*, whole: bool = False) -> list[Line]:
             for key, lock in sorted(found.items())
             if lock.taken and key.startswith(payment_lock(0)[:-1])
         ]
+        lines += [line for line in export_locks() if line.lock.taken]
     return lines

@@ -31,6 +31,11 @@ class SoldOut(Exception):
     """There is no piece left."""
 
 
+def stock_lock(product_id: int) -> str:
+    """The key under which a product's stock is looked at and written."""
+    return f"shop:stock:{product_id}"
+
+
 @dataclass
 class Checkout:
     """One buyer's way through the checkout, for one piece of one product."""
@@ -47,7 +52,7 @@ class Checkout:
     @property
     def key(self) -> str:
         """The lock of the product."""
-        return f"shop:stock:{self.product_id}"
+        return stock_lock(self.product_id)
 
     def look(self) -> Product:
         """Read the stock, and think when there is some."""

@@ -27,7 +27,11 @@ urlpatterns = [
     path("product/<number:pk>/buy/", views.checkout, name="checkout"),
     path("product/<number:pk>/buy/<slug:way>/", views.compare, name="compare"),
     path("product/<number:pk>/restock/", views.restock, name="restock"),
+    path("cart/", views.cart, name="cart"),
+    path("cart/reserve/", views.reserve, name="reserve"),
     path("order/<number:pk>/", views.order, name="order"),
     path("order/<number:pk>/pay/", views.pay, name="pay"),
+    path("exports/", views.exports, name="exports"),
+    path("exports/orders.csv", views.export, name="export"),
     path("locks/", views.locks, name="locks"),
 ]

@@ -5,6 +5,7 @@ Each view that changes something is one critical section: the lock is its decora
 
 from __future__ import annotations
 
+import csv
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,9 @@ from django.views.decorators.http import require_POST, require_safe
 
 from dblocks import LockTimeout, current_lease, distributed_lock
 
-from . import selling
-from .board import payment_lock, product_locks, seen
-from .models import Order, Product
+from . import carts, selling
+from .board import EXPORT_LOCK, EXPORTS, export_locks, payment_lock, product_locks, seen
+from .models import Order, OrderItem, Product
 
 COMPARED = [selling.VARIANTS[name] for name in ("plain", "process-lock", "optimistic")]
 """Ways to sell that can be tried beside the shop's own; two of them oversell."""
@@ -32,6 +33,14 @@ class CheckoutForm(forms.Form):
         label="Your name",
         max_length=100,
         widget=forms.TextInput({"autocomplete": "name"}),
+    )
+
+
+class CartForm(CheckoutForm):
+    articles = forms.ModelMultipleChoiceField(
+        Product.objects.order_by("pk"),
+        widget=forms.CheckboxSelectMultiple,
+        error_messages={"required": "Put something into the cart."},
     )
 
 
@@ -56,7 +65,7 @@ def _product(
     context = {
         "product": product,
         "form": form,
-        "lock": seen(selling.Checkout(product.pk, "").key),
+        "lock": seen(selling.stock_lock(product.pk)),
         "compared": COMPARED,
         "thinking": settings.SHOP_THINKING,
     }
@@ -99,6 +108,41 @@ def _sell(
     except selling.SoldOut:
         context = {"product": product, "customer": customer}
         return render(request, "shop/sold_out.html", context, status=409)
+    return redirect("shop:order", order.pk)
+
+
+# Buying several things at once
+
+
+@require_safe
+def cart(request: HttpRequest) -> HttpResponse:
+    """Show what can be put into a cart and the button that reserves all of it."""
+    return _cart(request, CartForm())
+
+
+def _cart(request: HttpRequest, form: CartForm, status: int = 200) -> HttpResponse:
+    context = {"form": form, "thinking": settings.SHOP_THINKING}
+    return render(request, "shop/cart.html", context, status=status)
+
+
+@require_POST
+def reserve(request: HttpRequest) -> HttpResponse:
+    """Reserve one piece of each article, or nothing.
+
+    The locks are those of :func:`carts.reserve`: all articles' or none. When they
+    stay taken, its ``LockTimeout`` leaves this view, and the middleware answers 423.
+    """
+    form = CartForm(request.POST)
+    if not form.is_valid():
+        return _cart(request, form, status=400)
+    articles = [product.pk for product in form.cleaned_data["articles"]]
+    thinking = settings.SHOP_THINKING / len(articles)
+    cart = carts.Cart(form.cleaned_data["customer"], articles, thinking)
+    try:
+        order = carts.reserve(cart)
+    except carts.NotInStock as error:
+        context = {"customer": cart.customer, "missing": error.products}
+        return render(request, "shop/not_in_stock.html", context, status=409)
     return redirect("shop:order", order.pk)
 
 
@@ -184,6 +228,46 @@ def restock(request: HttpRequest, pk: int) -> HttpResponse:
     get_object_or_404(Product, pk=pk)
     Product.objects.filter(pk=pk).update(stock=F("stock") + 1)
     return redirect("shop:product", pk)
+
+
+# Exporting
+
+
+@require_safe
+def exports(request: HttpRequest) -> HttpResponse:
+    """Show the exports that are at work and the button that starts one."""
+    context = {"board": export_locks(), "most": EXPORTS}
+    return render(request, "shop/exports.html", context)
+
+
+def _too_many_exports(error: LockTimeout, request: HttpRequest) -> HttpResponse:
+    retry_after = round(error.retry_after) or 1
+    context = {"most": EXPORTS, "retry_after": retry_after}
+    response = render(request, "shop/too_many_exports.html", context, status=409)
+    response["Retry-After"] = str(retry_after)
+    return response
+
+
+@require_POST
+@distributed_lock(
+    EXPORT_LOCK, permits=EXPORTS, note="export", on_locked=_too_many_exports
+)
+def export(request: HttpRequest) -> HttpResponse:
+    """Write all orders to a file, at most two at a time on however many servers.
+
+    Who comes third waits for three seconds (the default) for one of the two to be done.
+    """
+    items = list(OrderItem.objects.select_related("order", "product").order_by("pk"))
+    time.sleep(settings.SHOP_THINKING)
+    headers = {"Content-Disposition": 'attachment; filename="orders.csv"'}
+    response = HttpResponse(content_type="text/csv; charset=utf-8", headers=headers)
+    rows = csv.writer(response)
+    rows.writerow(["order", "state", "product", "quantity"])
+    rows.writerows(
+        [item.order_id, item.order.state, item.product_id, item.quantity]
+        for item in items
+    )
+    return response
 
 
 # Looking at locks

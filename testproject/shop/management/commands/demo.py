@@ -15,7 +15,9 @@ from django.utils.translation import ngettext
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
+from testproject.shop.carts import PATIENCE, WAYS, Way
 from testproject.shop.crew import Crew, Event, Unexpected
+from testproject.shop.meeting import Meeting, let_carts_meet
 from testproject.shop.models import Order, Product
 from testproject.shop.operators import Account, make_operators
 from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
@@ -41,12 +43,19 @@ HEADER = [
 TITLE = WIDTH - sum(COLUMNS)
 BAR = 20
 
+CARTS = 3
+"""Carts that each process reserves."""
+
+CART_COLUMNS = [10, 11, 9, 14]
+CART_HEADER = ["reserved", "timed out", "took", "slowest cart"]
+
 
 class Command(BaseCommand):
     help = (
-        "Hold a flash sale in several processes, with and without locks, then kill and "
-        "pause holders of locks; with --serve, open the shop as a site afterwards. "
-        "Makes and empties the shop's tables."
+        "Hold a flash sale in several processes, with and without locks, let carts "
+        "with the same articles meet, then kill and pause holders of locks; with "
+        "--serve, open the shop as a site afterwards. Makes and empties the shop's "
+        "tables."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -134,6 +143,7 @@ class Command(BaseCommand):
             for _ in range(processes):
                 crew.hire()
             self.show_sales(sale, crew)
+            self.show_carts(crew)
             self.show_killed_holder(crew)
             self.show_paused_holder(crew)
         DistributedLock.objects.filter(key__startswith=PREFIX).prune(0)
@@ -181,6 +191,39 @@ class Command(BaseCommand):
             )
         if not variant.safe and not result.oversold:
             self.problems.append(f"{variant.title!r} didn't oversell this time.")
+
+    # Several locks at once
+
+    def show_carts(self, crew: Crew) -> None:
+        self.heading("Carts that meet")
+        self.say(
+            f"{len(crew.tills)} processes reserve {CARTS} carts each, one after "
+            f"another. All carts have the same\n"
+            f"two articles, in every second process in the opposite order. A cart "
+            f"that waits\n"
+            f"{PATIENCE:g} s for a lock gives up."
+        )
+        self.say()
+        self.say(self.style.MIGRATE_LABEL(line("", CART_HEADER, CART_COLUMNS)))
+        for safe, title in [
+            (False, "Here carts wait for each other until one gives up:"),
+            (True, "Here they can't:"),
+        ]:
+            self.say(self.style.MIGRATE_LABEL(title))
+            for way in WAYS.values():
+                if way.safe is safe:
+                    self.show_meeting(way, crew)
+
+    def show_meeting(self, way: Way, crew: Crew) -> None:
+        meeting = let_carts_meet(way, crew, carts=CARTS)
+        style = self.style.ERROR if meeting.timed_out else self.style.SUCCESS
+        self.say(style(line(f" {way.title}", cart_cells(meeting), CART_COLUMNS)))
+        if not meeting.adds_up:
+            self.problems.append(f"{way.title!r} left a stock that doesn't add up.")
+        if way.safe and meeting.timed_out:
+            self.problems.append(f"{way.title!r} let {meeting.timed_out} time out.")
+        if not way.safe and not meeting.timed_out:
+            self.problems.append(f"{way.title!r} let none time out this time.")
 
     # What becomes of a lock whose holder is killed, or paused
 
@@ -323,10 +366,10 @@ class Command(BaseCommand):
         self.say(f"{at - self.zero:8.2f} s  {text}")
 
 
-def line(title: str, cells: list[str]) -> str:
-    """Return a line of the table."""
-    return f"{title:<{TITLE}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True)
+def line(title: str, cells: list[str], columns: list[int] = COLUMNS) -> str:
+    """Return a line of a table."""
+    return f"{title:<{WIDTH - sum(columns)}}" + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells, columns, strict=True)
     )
 
 
@@ -339,6 +382,15 @@ def cells(result: Result) -> list[str]:
         str(result.retries),
         f"{result.orders_per_second:.0f}",
         f"{result.median_wait * 1000:.0f} ms",
+    ]
+
+
+def cart_cells(meeting: Meeting) -> list[str]:
+    return [
+        str(meeting.reserved),
+        str(meeting.timed_out),
+        f"{meeting.duration:.1f} s",
+        f"{meeting.slowest * 1000:.0f} ms",
     ]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import connection, connections
 
-from dblocks import LeaseLost, current_lease, distributed_lock
+from dblocks import LeaseLost, LockTimeout, current_lease, distributed_lock
+from testproject.shop.carts import WAYS, Cart
 from testproject.shop.models import Product
 from testproject.shop.selling import PATIENCE, VARIANTS, Checkout, SoldOut
 
@@ -36,6 +37,7 @@ class Command(BaseCommand):
         self.speaking = threading.Lock()
         jobs: dict[str, Callable[..., None]] = {
             "sell": self.sell,
+            "reserve": self.reserve,
             "hold": self.hold,
             "serve": self.serve,
         }
@@ -114,6 +116,23 @@ class Command(BaseCommand):
             event = "sold"
         waited = time.monotonic() - started
         self.say(event, waited=waited, retries=checkout.retries)
+
+    def reserve(
+        self, way: str, product_ids: list[int], customers: list[str], thinking: float
+    ) -> None:
+        """Reserve customers' carts of the same articles, one after another."""
+        connection.ensure_connection()
+        self.say("ready")
+        self.listen()
+        for customer in customers:
+            started = time.monotonic()
+            try:
+                WAYS[way].reserve(Cart(customer, product_ids, thinking))
+            except LockTimeout:
+                event = "timed out"
+            else:
+                event = "reserved"
+            self.say(event, waited=time.monotonic() - started)
 
     def hold(self, key: str, lease: float) -> None:
         """Wait for a lock and hold it until the word."""
