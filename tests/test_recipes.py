@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections
 
-from dblocks import Lease, LeaseLost, distributed_lock
+from dblocks import InvalidKey, Lease, LeaseLost, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from testproject.shop.models import Order, Product
@@ -21,7 +23,7 @@ from tests.factories import AccountFactory
 from tests.fixtures import OtherThread, in_memory
 from tests.pages import DOCS, Examples
 from tests.processes import ROOT, Workers
-from tests.timing import DEADLINE, SLACK, always, takes
+from tests.timing import DEADLINE, SLACK, STEP, always, takes
 
 Recipe = Callable[..., Any]
 
@@ -272,6 +274,106 @@ def test_flash_sale(
     sold = [result for result in results if isinstance(result, Order)]
     assert (len(sold), results.count(None)) == (stock, 5 - stock)
     assert stock_of(one) == 0
+
+
+# A transfer between two accounts
+
+
+def test_transfers_in_opposite_directions(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """None blocks another, and no money is made or lost."""
+    ann, bob = AccountFactory(balance=5), AccountFactory(balance=5)
+    there, back = (ann.pk, bob.pk, 1), (bob.pk, ann.pk, 1)
+    results = at_once(recipe("transfer"), [there, back] * 3)
+    assert results == ["done"] * 6
+    for account in (ann, bob):
+        account.refresh_from_db()
+        assert account.balance == 5
+
+
+def test_transfer_waits_for_both(recipe: Callable[[str], Recipe]) -> None:
+    """Somebody at the target keeps the transfer out, and the source stays free."""
+    ann, bob = AccountFactory(balance=5), AccountFactory()
+    with hold_elsewhere(f"account:{bob.pk}"):
+        with pytest.raises(LockTimeout) as refused:
+            recipe("transfer")(ann.pk, bob.pk, 1)
+        assert not distributed_lock(f"account:{ann.pk}").locked()
+    assert refused.value.key == f"account:{bob.pk}"
+    ann.refresh_from_db()
+    assert ann.balance == 5
+
+
+# A whole cart
+
+
+def test_carts_that_share_articles(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Carts in opposite orders at once: as many are reserved as there are pieces."""
+    lamp, shade = product(stock=3), product(stock=9)
+    carts = [{lamp.pk: 1, shade.pk: 2}, {shade.pk: 2, lamp.pk: 1}] * 3
+    calls = [(f"Buyer {number}", cart) for number, cart in enumerate(carts)]
+    results = at_once(recipe("reserve"), calls)
+    assert results.count(None) == 3
+    assert sum(isinstance(result, Order) for result in results) == 3
+    assert (stock_of(lamp), stock_of(shade)) == (0, 3)
+
+
+def test_empty_cart(recipe: Callable[[str], Recipe]) -> None:
+    """There is nothing to lock."""
+    with pytest.raises(InvalidKey, match="nothing to lock"):
+        recipe("reserve")("Ada", {})
+
+
+# A limit for each tenant
+
+
+def test_limit_for_each_tenant(recipe: Callable[[str], Recipe]) -> None:
+    """The fourth export of a tenant is told when to come; another tenant's runs."""
+    export = recipe("export")
+    with ExitStack() as others:
+        for _ in range(2):
+            others.enter_context(hold_elsewhere("export:acme", permits=3))
+        assert export("acme") == "orders of acme"
+        others.enter_context(hold_elsewhere("export:acme", permits=3, lease=20))
+        assert export("acme") in {"try again in 19 s", "try again in 20 s"}
+        assert export("other") == "orders of other"
+
+
+# Workers that share out the work
+
+
+def test_workers_have_different_shards(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Six workers start: no order is shipped twice, each by the worker of its shard."""
+    orders = [Order.objects.create(customer="Ada", state="paid") for _ in range(8)]
+    shipped: list[int] = []
+
+    def ship(order: Order) -> None:
+        time.sleep(STEP)
+        Order.objects.filter(pk=order.pk).update(state=Order.State.PLACED)
+        shipped.append(order.pk)
+
+    results = Counter(at_once(recipe("ship_my_share"), [(ship,)] * 6))
+    assert set(results) <= {None, 0, 1, 2, 3}
+    assert shipped
+    assert len(shipped) == len(set(shipped))
+    shards = {order.pk % 4 for order in orders if order.pk in shipped}
+    assert shards == set(results) - {None}
+
+
+def test_fifth_worker_is_skipped(recipe: Callable[[str], Recipe]) -> None:
+    """The numbers are those of the permits that others don't have."""
+    with ExitStack() as others:
+        leases = [
+            others.enter_context(hold_elsewhere("shipping", permits=4))
+            for _ in range(4)
+        ]
+        assert recipe("ship_my_share")(print) is None
+        leases[2].release()
+        assert recipe("ship_my_share")(print) == leases[2].permit
 
 
 # A scheduled job on a cluster

@@ -153,13 +153,13 @@ def run(project: Path, committed: None) -> Runner:
 def test_django(run: Runner) -> None:
     """Django's own runner, one process."""
     output = run("django", "test", "--noinput")
-    assert re.search(r"Ran 15 tests", output)
+    assert re.search(r"Ran 18 tests", output)
 
 
 def test_django_in_parallel(run: Runner) -> None:
     """Django's own runner, two processes."""
     output = run("django", "test", "--noinput", "--parallel", "2")
-    assert re.search(r"Ran 15 tests", output)
+    assert re.search(r"Ran 18 tests", output)
 
 
 def test_pytest_with_a_kept_database(run: Runner) -> None:
@@ -172,4 +172,4 @@ def test_pytest_with_a_kept_database(run: Runner) -> None:
 def test_pytest_in_parallel(run: Runner) -> None:
     """pytest-django under pytest-xdist, two processes."""
     output = run(*PYTEST, "-p", "xdist", "-n", "2")
-    assert re.search(r"\b19 passed", output)
+    assert re.search(r"\b22 passed", output)
