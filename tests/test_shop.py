@@ -119,14 +119,14 @@ def three(sell: Callable[..., Result], request: pytest.FixtureRequest) -> Crew:
 
 def test_carts_taken_together(three: Crew) -> None:
     """Carts in opposite orders don't block each other under one lock of all keys."""
-    meeting = let_carts_meet(WAYS["together"], three, carts=2)
+    meeting = let_carts_meet(WAYS["together"], three, patience=DEADLINE)
     assert (meeting.reserved, meeting.timed_out) == (6, 0)
     assert meeting.adds_up
 
 
 def test_carts_nested_carelessly(three: Crew) -> None:
     """With nested locks they do, until one gives up; the stock is right in the end."""
-    meeting = let_carts_meet(WAYS["nested"], three, carts=2)
+    meeting = let_carts_meet(WAYS["nested"], three)
     assert meeting.timed_out > 0
     assert meeting.reserved + meeting.timed_out == 6
     assert meeting.adds_up
@@ -167,7 +167,7 @@ def test_cart_is_reserved_whole_or_not_at_all(
 
 def test_cart_waits_for_each_of_its_articles(articles: list[Product]) -> None:
     """Somebody at one article keeps out the cart, which then holds none of them."""
-    cart = Cart("Ada", [product.pk for product in articles])
+    cart = Cart("Ada", [product.pk for product in articles], patience=0.2)
     with hold_elsewhere(cart.keys[1]):
         with pytest.raises(LockTimeout) as refused:
             WAYS["together"].reserve(cart)

@@ -20,7 +20,7 @@ from .models import Order, OrderItem, Product
 from .selling import SoldOut, stock_lock
 
 #: Seconds for which a cart of the demo waits for a lock.
-PATIENCE = 1.0
+PATIENCE = 1.5
 
 
 class NotInStock(SoldOut):
@@ -39,6 +39,8 @@ class Cart:
     product_ids: list[int]
     #: Seconds, more or less, that the look at one article takes.
     thinking: float = 0.0
+    #: Seconds that it waits for a lock where locks are compared.
+    patience: float = PATIENCE
 
     @property
     def keys(self) -> list[str]:
@@ -86,7 +88,7 @@ def reserve(cart: Cart) -> Order:
 
 def together(cart: Cart) -> Order:
     """Take one lock of all keys; the order in which they are given is of no account."""
-    with distributed_lock(*cart.keys, timeout=PATIENCE, atomic=True):
+    with distributed_lock(*cart.keys, timeout=cart.patience, atomic=True):
         return cart.look_and_buy()
 
 
@@ -95,7 +97,7 @@ def one_by_one(cart: Cart) -> Order:
     with ExitStack() as locks:
         products = []
         for key, pk in zip(cart.keys, cart.product_ids, strict=True):
-            locks.enter_context(distributed_lock(key, timeout=PATIENCE))
+            locks.enter_context(distributed_lock(key, timeout=cart.patience))
             products.append(cart.look_at(pk))
         return cart.buy(products)
 

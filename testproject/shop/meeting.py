@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dblocks import distributed_lock
 
-from .carts import Cart, Way
+from .carts import PATIENCE, Cart, Way
 from .crew import Crew, Event
 from .models import Product
 
@@ -27,7 +27,12 @@ class Meeting:
 
 
 def let_carts_meet(
-    way: Way, crew: Crew, *, carts: int = 3, thinking: float = 0.04
+    way: Way,
+    crew: Crew,
+    *,
+    carts: int = 2,
+    patience: float = PATIENCE,
+    thinking: float = 0.03,
 ) -> Meeting:
     """Let every process of a crew reserve so many carts, one after another.
 
@@ -47,6 +52,7 @@ def let_carts_meet(
             way=way.name,
             product_ids=in_order[:: -1 if number % 2 else 1],
             customers=[f"Customer {number}.{cart}" for cart in range(carts)],
+            patience=patience,
             thinking=thinking,
         )
     for _ in crew.tills:

@@ -43,7 +43,7 @@ HEADER = [
 TITLE = WIDTH - sum(COLUMNS)
 BAR = 20
 
-CARTS = 3
+CARTS = 2
 """Carts that each process reserves."""
 
 CART_COLUMNS = [10, 11, 9, 14]

@@ -118,7 +118,7 @@ class Command(BaseCommand):
         self.say(event, waited=waited, retries=checkout.retries)
 
     def reserve(
-        self, way: str, product_ids: list[int], customers: list[str], thinking: float
+        self, way: str, product_ids: list[int], customers: list[str], **how: float
     ) -> None:
         """Reserve customers' carts of the same articles, one after another."""
         connection.ensure_connection()
@@ -127,7 +127,7 @@ class Command(BaseCommand):
         for customer in customers:
             started = time.monotonic()
             try:
-                WAYS[way].reserve(Cart(customer, product_ids, thinking))
+                WAYS[way].reserve(Cart(customer, product_ids, **how))
             except LockTimeout:
                 event = "timed out"
             else:
