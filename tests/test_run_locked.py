@@ -23,6 +23,7 @@ from django.db import connection, connections
 from dblocks import distributed_lock
 from dblocks.management.commands.run_locked import Command
 from dblocks.models import DistributedLock
+from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
 from tests.commands import Commands, environment, finish, gone, relay, running, state_of
 from tests.factories import stored
@@ -847,6 +848,25 @@ def test_stopped_wrapper_terminates_first(commands: Commands, key: str) -> None:
     eventually(gone_or_zombie, what="the command's end")
     process.send_signal(signal.SIGCONT)
     assert finish(process)[0] == 76
+
+
+def test_sentinel_that_came_first(
+    shared: None, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the sentinel has terminated is no success, even if the lease is held."""
+    started, heard = tmp_path / "started", tmp_path / "heard"
+    original = Signals.wait
+
+    def wait(self: Signals, *args: Any) -> bool:
+        if started.exists():
+            # The thread that renews goes on.
+            eventually(heard.exists, what="the sentinel's signal")
+        return original(self, *args)
+
+    monkeypatch.setattr(Signals, "wait", wait)
+    script = f"trap 'echo 1 > {heard}; exit' TERM; echo 1 > {started}; "
+    script += "while :; do sleep 0.05; done"
+    assert run(key, "--lease", "1.5", "--", "sh", "-c", script) == 76
 
 
 def test_dead_sentinel_is_replaced(commands: Commands, key: str) -> None:

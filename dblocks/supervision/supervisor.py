@@ -49,6 +49,7 @@ class Supervisor:
     say: Callable[[str], object]
     lost = False
     kill_at = deadline = 0.0
+    term_at = float("inf")
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int | None:
         """Run the command and return when its group is empty.
@@ -138,13 +139,15 @@ class Supervisor:
         if self.lost:
             if now() >= self.kill_at:
                 self.group.signal(signal.SIGKILL)
-        elif self._time_left() <= 0:
+        elif self._time_left() <= 0 or now() >= self.term_at:
             self.lost = True
             self.kill_at = min(now() + self.kill_after, self.deadline)
             self.sentinel.order(self.group.id, float("inf"), self.kill_at)
             remaining = self.lease.remaining()
             why = loss(self.lease)
-            if self.lease.lost_reason is None and remaining > 0:
+            if self.lease.lost_reason is None and remaining > self.kill_after:
+                why = "this process stood still until the lease was nearly over"
+            elif self.lease.lost_reason is None and remaining > 0:
                 why = f"the lease could not be renewed and ends in {remaining:.1f} s"
             self.say(f"{why}: terminating the command")
             terminate(self.group.id)
@@ -161,8 +164,8 @@ class Supervisor:
             self.deadline = deadline
             # So that the sentinel terminates only if this process hasn't.
             late = min(0.1, self.kill_after / 4)
-            term_at = deadline - self.kill_after + late
-            self.sentinel.order(self.group.id, term_at, deadline)
+            self.term_at = deadline - self.kill_after + late
+            self.sentinel.order(self.group.id, self.term_at, deadline)
 
     def _replace_sentinel(self) -> None:
         self.say("the sentinel process has died: starting another")
