@@ -15,6 +15,7 @@ from django.db import OperationalError, connection, connections
 
 from dblocks import InvalidKey, Lease, LeaseLost, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
+from dblocks.signals import lock_acquired
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from testproject.shop.models import Order, Product
 from testproject.shop.sale import empty_shop
@@ -320,6 +321,23 @@ def test_carts_that_share_articles(
     assert (stock_of(lamp), stock_of(shade)) == (0, 3)
 
 
+def test_cart_locks_all_its_articles(recipe: Callable[[str], Recipe]) -> None:
+    """And nothing else, in the order of the keys."""
+    locked: list[str] = []
+
+    def note(key: str, **kwargs: Any) -> None:
+        locked.append(key)
+
+    articles = [product(stock=1) for _ in range(3)]
+    lock_acquired.connect(note)
+    try:
+        order = recipe("reserve")("Ada", {one.pk: 1 for one in reversed(articles)})
+    finally:
+        lock_acquired.disconnect(note)
+    assert order.items.count() == 3
+    assert locked == sorted(f"stock:{one.pk}" for one in articles)
+
+
 def test_empty_cart(recipe: Callable[[str], Recipe]) -> None:
     """There is nothing to lock."""
     with pytest.raises(InvalidKey, match="nothing to lock"):
@@ -365,15 +383,21 @@ def test_workers_have_different_shards(
 
 
 def test_fifth_worker_is_skipped(recipe: Callable[[str], Recipe]) -> None:
-    """The numbers are those of the permits that others don't have."""
+    """Whoever follows a worker that is done has that one's share."""
+    orders = [Order.objects.create(customer="Ada", state="paid") for _ in range(8)]
+    shipped: list[Order] = []
     with ExitStack() as others:
         leases = [
             others.enter_context(hold_elsewhere("shipping", permits=4))
             for _ in range(4)
         ]
-        assert recipe("ship_my_share")(print) is None
+        assert recipe("ship_my_share")(shipped.append) is None
         leases[2].release()
-        assert recipe("ship_my_share")(print) == leases[2].permit
+        permit = recipe("ship_my_share")(shipped.append)
+    assert permit == leases[2].permit
+    assert [order for order in orders if order.pk % 4 == permit] == sorted(
+        shipped, key=lambda order: order.pk
+    )
 
 
 # A scheduled job on a cluster
