@@ -58,10 +58,12 @@ class Run:
     works: list[Work]
     #: Whether each process had a key of its own.
     distinct: bool = False
+    #: How many may have the key at a time.
+    permits: int = 1
 
     @property
     def overlaps(self) -> int:
-        return 0 if self.distinct else history.overlaps(self.grants)
+        return 0 if self.distinct else history.overlaps(self.grants, self.permits)
 
     @property
     def grants(self) -> list[Grant]:
@@ -84,6 +86,13 @@ class Run:
     def fairness(self) -> float:
         return history.fairness(len(work.grants) for work in self.works)
 
+    def faults(self, name: str) -> list[str]:
+        """Return what must not happen to dblocks."""
+        faults = [f"{name}: {count} {error}" for error, count in self.errors.items()]
+        if self.overlaps:
+            faults.append(f"{name}: {self.overlaps} overlaps")
+        return faults
+
 
 def contend(
     contender: Contender,
@@ -92,6 +101,7 @@ def contend(
     seconds: float,
     hold: float,
     distinct: bool = False,
+    permits: int = 1,
 ) -> Run:
     """Let processes lock and unlock as often as they can: one key, or one each."""
     name = uuid4().hex
@@ -112,7 +122,7 @@ def contend(
             for who, key in enumerate(keys)
         ],
     )
-    return Run(seconds, works, distinct)
+    return Run(seconds, works, distinct, permits)
 
 
 def _work(
@@ -155,14 +165,6 @@ def _warm_up(contender: Contender, key: str, who: int) -> None:
         pass
 
 
-def _faults(run: Run, name: str) -> list[str]:
-    """What must not happen to dblocks."""
-    faults = [f"{name}: {count} {error}" for error, count in run.errors.items()]
-    if run.overlaps:
-        faults.append(f"{name}: {run.overlaps} overlaps")
-    return faults
-
-
 def measure_throughput(server: str, scale: Scale) -> Result:
     """Row 7: eight processes, one key, held for 2 ms."""
     everybody = contenders.on(server, waiting=True)
@@ -183,7 +185,7 @@ def measure_throughput(server: str, scale: Scale) -> Result:
         ]
     dblocks = runs.get(contenders.DBLOCKS.name, [])
     for run in dblocks:
-        result.faults += _faults(run, "8 processes, one key")
+        result.faults += run.faults("8 processes, one key")
     if dblocks and contenders.SESSION_LOCK.name in runs:
 
         def ratio(contender: Contender) -> float:
@@ -245,9 +247,7 @@ def measure_crowd(server: str, scale: Scale) -> Result:
                 at_most=8.0,
             ),
         ],
-        faults=[
-            fault for run in runs for fault in _faults(run, "16 processes, one key")
-        ],
+        faults=[fault for run in runs for fault in run.faults("16 processes, one key")],
     )
 
 
@@ -628,7 +628,7 @@ def measure_scaling(server: str, scale: Scale) -> Result:
                 )
             ]
         mine = runs[contenders.DBLOCKS]
-        result.faults += [fault for run in mine for fault in _faults(run, plot)]
+        result.faults += [fault for run in mine for fault in run.faults(plot)]
         if not distinct:
             asked = [run.statements_per_grant for run in mine]
             name = contenders.DBLOCKS.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,17 +18,19 @@ class Grant(NamedTuple):
     left: float
 
 
-def overlaps(grants: Iterable[Grant]) -> int:
-    """Return how many began while another one certainly had the key.
+def overlaps(grants: Iterable[Grant], permits: int = 1) -> int:
+    """Return how many began while all that may have the key certainly had it.
 
     A stay lasts from when the lock was had to when its release was begun, so that an
     overlap can't be an effect of the measurement.
     """
     count = 0
-    last_leaving = float("-inf")
+    inside: list[float] = []
     for grant in sorted(grants, key=lambda grant: grant.granted):
-        count += grant.granted < last_leaving
-        last_leaving = max(last_leaving, grant.leaving)
+        while inside and inside[0] <= grant.granted:
+            heappop(inside)
+        count += len(inside) >= permits
+        heappush(inside, grant.leaving)
     return count
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks import contention, crew, floor, scale, uncontended
+from benchmarks import contention, crew, floor, permits, scale, sets, uncontended
 from benchmarks.figures import Result, Scale
 
 DATABASES = ("mariadb", "postgres", "sqlite")
@@ -37,6 +37,7 @@ MEASUREMENTS = [
     Measurement("uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS),
     Measurement("statements", "Statements", uncontended.count_statements, (4,)),
     Measurement("floor", "The floor", floor.measure, (13,)),
+    Measurement("sets", "Several keys", sets.measure, (14,)),
     Measurement(
         "hand-off",
         "Hand-off between processes",
@@ -45,6 +46,7 @@ MEASUREMENTS = [
         SERVERS,
     ),
     Measurement("crowd", "Sixteen processes", contention.measure_crowd, (6,)),
+    Measurement("permits", "Permits", permits.measure, (15,)),
     Measurement(
         "throughput",
         "Eight processes, one key",
