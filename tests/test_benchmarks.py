@@ -11,7 +11,7 @@ from django.db import connection
 from django.test import override_settings
 from pytest_django import DjangoAssertNumQueries
 
-from benchmarks import floor, report
+from benchmarks import contention, floor, permits, report, sets
 from benchmarks.figures import (
     QUICK,
     Figure,
@@ -54,6 +54,14 @@ def test_overlaps_are_counted() -> None:
     """Each grant that began while another was certainly held is counted once."""
     assert overlaps(GOOD) == 0
     assert overlaps(reversed(BAD)) == 2
+
+
+def test_overlaps_of_permits() -> None:
+    """So many may have the key at once; one more is an overlap."""
+    assert overlaps(BAD, permits=2) == 0
+    fourth = Grant(5, 0.2, 1.6, 2.5, 2.6)
+    assert overlaps([*BAD, fourth], permits=2) == 2
+    assert overlaps([*BAD, fourth], permits=3) == 0
 
 
 def test_hand_offs_are_those_to_waiters() -> None:
@@ -156,6 +164,45 @@ def test_floor_is_two_statements(
                 pass
     with lock, pytest.raises(RuntimeError, match="taken"):
         other.__enter__()
+
+
+@pytest.mark.usefixtures("floor_table")
+def test_set_is_judged_by_its_floor() -> None:
+    """A lock of several keys is measured beside its updates and as many locks."""
+    times = sets.take_turns(cycles=dict.fromkeys(sets.SIZES, 3))
+    assert {size: set(mine) for size, mine in times.items()} == {
+        2: {sets.FLOOR, sets.DBLOCKS},
+        10: {sets.FLOOR, sets.DBLOCKS, sets.NESTED},
+        100: {sets.FLOOR, sets.DBLOCKS},
+    }
+    run = {
+        size: {sets.FLOOR: [0.002], sets.DBLOCKS: [0.001 * size]} for size in sets.SIZES
+    }
+    run[10][sets.NESTED] = [0.06]
+    result = sets.judge([run], {2: (1.0, 1.0), 10: (2.0, 1.0), 100: (3.0, 1.0)})
+    assert [(round(v.value, 3), v.met) for v in result.verdicts] == [
+        *((1.0, True), (5.0, False), (6.0, True), (50.0, False)),
+        *((3.0, False), (1.0, True)),
+    ]
+
+
+def crowd(*served: int, at_a_time: int) -> contention.Run:
+    """Return a run of a second in which processes had a permit so many times."""
+    works = [
+        contention.Work([Grant(who, t, t, t, t) for t in range(count)], statements=4)
+        for who, count in enumerate(served)
+    ]
+    return contention.Run(1.0, works, permits=at_a_time)
+
+
+def test_permits_are_judged_by_one() -> None:
+    """Throughput is compared with that of one at a time; fairness is not."""
+    runs = {1: [crowd(1, 1, at_a_time=1)], 4: [crowd(4, 3, at_a_time=4)]}
+    result = permits.judge("sqlite", runs, {1: 2.0, 4: 3.0})
+    assert [(v.value, v.met) for v in result.verdicts] == [
+        *((3.5, True), (0.75, False), (3.0, False)),
+    ]
+    assert permits.judge("mariadb", runs, {1: 2.0, 4: 3.0}).verdicts[2].met
 
 
 def test_each_row_has_one_measurement() -> None:
