@@ -12,7 +12,7 @@ from django.db import OperationalError, connection, transaction
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, LeaseLost, Lock, LockTimeout
+from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
 from dblocks.backends.database import dialects, session_locks
 from dblocks.backends.database import statements as texts
 from dblocks.backends.database.dialects.mysql import MySQL
@@ -196,6 +196,22 @@ def test_prepared_after_a_while(prepared: Callable[[], int], lock: Locks) -> Non
     use(lock, 20)
     assert prepared() == 2
     assert connection.connection.prepare_threshold is None
+
+
+def test_prepared_for_sets_and_permits(prepared: Callable[[], int], key: str) -> None:
+    """So have those that take several keys or permits, unless they are very long."""
+    locks: list[Lock[Any]] = [
+        distributed_lock(key, permits=3),
+        distributed_lock(f"{key}a", f"{key}b"),
+        distributed_lock(*(f"{key}{number}" for number in range(100))),
+    ]
+    for times in (1, 20):
+        # Those that made the rows don't count.
+        connection.close()
+        for lock in locks:
+            for _ in range(times):
+                lock.acquire().release()
+    assert prepared() == 4
 
 
 def test_prepared_statements_that_are_gone(

@@ -18,6 +18,10 @@ from .dialects import Dialect
 Values = dict[str, Any]
 """What a statement's placeholders stand for."""
 
+MOST_KEPT = 64
+"""Values up to which a plan is kept; there are too many longer statements, each for
+another number of keys."""
+
 _NAMED = re.compile(r"%\((\w+)\)s")
 
 
@@ -81,9 +85,13 @@ def write(connection: Connection, name: str, grant: Grant, **values: object) -> 
     return changes(connection, sql, {**grant._asdict(), **values})
 
 
-def fetch(connection: Connection, sql: str, values: Values) -> list[tuple[Any, ...]]:
+def fetch(
+    connection: Connection, sql: str, values: Values, *, again: bool = False
+) -> list[tuple[Any, ...]]:
+    """Run a statement that returns rows; ``again`` and again, its plan is kept."""
     dialect = dialects.of(connection)
-    with connection.cursor() as cursor:
+    kept = again and len(values) <= MOST_KEPT
+    with dialect.cursor(connection) if kept else connection.cursor() as cursor:
         cursor.execute(*_filled(dialect, sql, values))
         return list(cursor.fetchall())
 
@@ -104,6 +112,14 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
     if len(row) > 1:
         dialect.note_session(connection, row[1])
     return int(row[0])
+
+
+def new_versions(connection: Connection, sql: str, values: Values) -> dict[str, int]:
+    """Run a statement that grants rows and returns them; the new versions, by key."""
+    rows = fetch(connection, sql, values, again=True)
+    if rows and len(rows[0]) > 2:
+        dialects.of(connection).note_session(connection, rows[0][2])
+    return {key: version for key, version, *_ in rows}
 
 
 def inserted(

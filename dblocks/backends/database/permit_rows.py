@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ...permits import MAX_PERMITS, row_key, row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
 from . import dialects, table
-from .execution import execute, fetch
+from .execution import execute, new_versions
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
@@ -80,7 +80,7 @@ def _grant_any(
     if dialects.of(connection).returns_rows:
         sql, values = table.granting(connection, request, "grant_any", len(keys))
         values |= {"first": first, **table.numbered(keys)}
-        for key, version in fetch(connection, sql, values):
+        for key, version in new_versions(connection, sql, values).items():
             return Grant(key, request.owner, version)
         return None
     grant = table.grant(connection, request, first)

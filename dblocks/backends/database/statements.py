@@ -99,7 +99,7 @@ class Statements:
             f"{d.key} IN ({_keys(size)}) AND {free}",
             size,
         )
-        return text + self._returning(d.key, "version")
+        return text + self._returning(d.key, "version", *d.session)
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grant_any(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
@@ -109,7 +109,8 @@ class Statements:
         return (
             f"UPDATE {d.table} SET {d.tells_permit}"
             f"{self._granted('version + 1', cools, ends)} "
-            f"WHERE {d.any_unlocked(free)}{self._returning(d.key, 'version')}"
+            f"WHERE {d.any_unlocked(free)}"
+            f"{self._returning(d.key, 'version', *d.session)}"
         )
 
     @lru_cache(maxsize=64)  # noqa: B019

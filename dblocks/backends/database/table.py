@@ -22,7 +22,16 @@ from django.db.models.functions import Greatest
 from ... import clock
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import dialects, statements
-from .execution import Values, changes, execute, fetch, inserted, new_version, write
+from .execution import (
+    Values,
+    changes,
+    execute,
+    fetch,
+    inserted,
+    new_version,
+    new_versions,
+    write,
+)
 from .fields import as_utc
 
 T = TypeVar("T")
@@ -124,7 +133,7 @@ def take_all(
     values |= numbered(keys)
     values["database"] = str(connection.settings_dict["NAME"])
     if dialect.returns_rows:
-        granted = dict(fetch(connection, sql, values))
+        granted = new_versions(connection, sql, values)
     elif changes(connection, sql, values):
         versions = _texts(connection).versions(len(keys))
         granted = dict(fetch(connection, versions, values))
@@ -242,7 +251,7 @@ def release_all(
     sql = statements.of(dialect).release_all(len(grants), count == 0)
     values = {"count": count, **_all_slots(grants)}
     if dialect.returns_rows:
-        released = set(fetch(connection, sql, values))
+        released = set(fetch(connection, sql, values, again=True))
         return {grant for grant in grants if (grant.key, grant.version) in released}
     changed, _ = execute(connection, sql, values)
     if changed == len(grants):
