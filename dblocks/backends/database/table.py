@@ -132,12 +132,17 @@ def take_all(
     sql, values = granting(connection, request, "grant_all", len(keys))
     values |= numbered(keys)
     values["database"] = str(connection.settings_dict["NAME"])
-    if dialect.returns_rows:
-        granted = new_versions(connection, sql, values)
-    elif changes(connection, sql, values):
-        versions = _texts(connection).versions(len(keys))
-        granted = dict(fetch(connection, versions, values))
-    else:
+    try:
+        if dialect.returns_rows:
+            granted = new_versions(connection, sql, values)
+        elif changes(connection, sql, values):
+            versions = _texts(connection).versions(len(keys))
+            granted = dict(fetch(connection, versions, values))
+        else:
+            return None
+    except DatabaseError as error:
+        if not dialect.means_taken(error):
+            raise
         return None
     return _complete(connection, request, keys, granted)
 

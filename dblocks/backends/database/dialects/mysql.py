@@ -190,6 +190,12 @@ class MariaDB(MySQL):
     shortest_queueing = 0.0
     oldest = (10, 6)
     unlocked = "{}".format
+
+    def all_or_none(self, change: str, which: str, n: int) -> str:
+        # By the primary key: whatever is passed is locked, or is locked by others.
+        table = f"{self.table} FORCE INDEX (PRIMARY)"
+        return f"{self.at_once}UPDATE {table} SET {change} WHERE {which}"
+
     limited = "SET STATEMENT max_statement_time={1:.6f} FOR {0}".format
     taken = frozenset({1205})
 
