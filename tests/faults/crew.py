@@ -226,6 +226,8 @@ class Crew:
                 self._members[told["who"]].deadline(told)
                 if told["event"] == "loss"
                 else None,
+                told.get("permit", 0),
+                told.get("permits", 1),
             )
             for told in self.told()
             if told["event"] in WHATS

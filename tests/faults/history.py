@@ -31,10 +31,23 @@ class Event:
     process: str
     #: Of a loss: the moment by which it had to be known.
     deadline: float | None = None
+    #: Which of the key's permits, and of a grant how many were asked for.
+    permit: int = 0
+    permits: int = 1
 
     def __post_init__(self) -> None:
         if self.what not in WHATS:
             raise ValueError(f"what={self.what!r} is not one of {sorted(WHATS)}")
+
+    @property
+    def row(self) -> str:
+        """What obeys the rules of a lock: the key, or one of its permits."""
+        return row_name(self.key, self.permit)
+
+
+def row_name(key: str, permit: int) -> str:
+    """Name one of a key's permits; the first as the key itself."""
+    return f"{key} permit {permit}" if permit else key
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,12 @@ def check(events: Iterable[Event], *, late: float = 0.05) -> list[Fault]:
     """Return everything in a history that a lock must not let happen."""
     events = list(events)
     faults = []
-    for key in sorted({event.key for event in events}):
-        mine = [event for event in events if event.key == key]
+    for row in sorted({event.row for event in events}):
+        mine = [event for event in events if event.row == row]
         grants = sorted((e for e in mine if e.what == "grant"), key=lambda e: e.before)
-        faults += repeats(grants) + inversions(grants) + overlaps(mine, grants)
+        faults += repeats(grants) + inversions(grants) + overlaps(mine)
+    for key in sorted({event.key for event in events if event.permits > 1}):
+        faults += crowds([event for event in events if event.key == key])
     return faults + late_losses(events, late)
 
 
@@ -108,26 +123,59 @@ def inversions(grants: list[Event]) -> list[Fault]:
     return faults
 
 
-def overlaps(events: list[Event], grants: list[Event]) -> list[Fault]:
-    """Grants that were certainly held while another one was."""
-    spans = {(grant.process, grant.token): Span(grant, grant) for grant in grants}
+def certain_spans(events: list[Event]) -> list[Span]:
+    """Return when grants of a key certainly were held, in the order of their starts."""
+    spans = {
+        (event.process, event.row, event.token): Span(event, event)
+        for event in events
+        if event.what == "grant"
+    }
     for event in events:
         if event.what in {"held", "release", "write"}:
-            span = spans.get((event.process, event.token))
+            span = spans.get((event.process, event.row, event.token))
             if span is not None and event.before > span.end:
                 span.last = event
-    faults = []
-    latest: Span | None = None
     # Whoever was stopped while asking may see its grant when it is over already: that
     # it was held is certain at no moment.
     certain = [span for span in spans.values() if span.start <= span.end]
-    for span in sorted(certain, key=lambda span: span.start):
+    return sorted(certain, key=lambda span: span.start)
+
+
+def overlaps(events: list[Event]) -> list[Fault]:
+    """Grants that were certainly held while another one was."""
+    faults = []
+    latest: Span | None = None
+    for span in certain_spans(events):
         if latest is not None and span.start < latest.end:
             faults.append(
                 Fault("overlap", (latest.grant, latest.last, span.grant, span.last))
             )
         if latest is None or span.end > latest.end:
             latest = span
+    return faults
+
+
+def crowds(events: list[Event]) -> list[Fault]:
+    """Permits of one key that there are not, and moments at which too many had one.
+
+    Callers may disagree about the number: of those who asked for so many or fewer,
+    never more than so many have one.
+    """
+    faults = [
+        Fault("no such permit", (event,), f"{event.permit} of {event.permits}")
+        for event in events
+        if event.what == "grant" and event.permit >= event.permits
+    ]
+    spans = certain_spans(events)
+    for number in sorted({span.grant.permits for span in spans}):
+        inside: list[Span] = []
+        for span in spans:
+            if span.grant.permits > number:
+                continue
+            inside = [other for other in inside if span.start < other.end] + [span]
+            if len(inside) > number:
+                who = tuple(event for s in inside for event in (s.grant, s.last))
+                faults.append(Fault("crowd", who, f"{len(inside)} of {number}"))
     return faults
 
 
@@ -145,9 +193,9 @@ def late_losses(events: Iterable[Event], late: float) -> list[Fault]:
 def take_overs(events: Iterable[Event]) -> int:
     """Count the grants of keys that nobody had given back: their leases had run out."""
     events = list(events)
-    given_back = {(e.key, e.token) for e in events if e.what == "release"}
-    granted = {(e.key, e.token) for e in events if e.what == "grant"}
-    return sum((key, token - 1) in granted - given_back for key, token in granted)
+    given_back = {(e.row, e.token) for e in events if e.what == "release"}
+    granted = {(e.row, e.token) for e in events if e.what == "grant"}
+    return sum((row, token - 1) in granted - given_back for row, token in granted)
 
 
 def late_renewals(left: Iterable[float], length: float) -> list[float]:
@@ -165,17 +213,17 @@ def lost_updates(events: Iterable[Event], final: dict[str, int]) -> list[Fault]:
     """Keys whose final value is less than the number of acknowledged increments.
 
     Args:
-        final: By key, how far the value went up.
+        final: By key, or by :attr:`Event.row` of a permit, how far the value went up.
     """
-    acknowledged = Counter(event.key for event in events if event.what == "write")
+    acknowledged = Counter(event.row for event in events if event.what == "write")
     return [
         Fault(
             "lost update",
             (),
-            f"{key}: {acknowledged[key]} acknowledged, {final.get(key, 0)} there",
+            f"{row}: {acknowledged[row]} acknowledged, {final.get(row, 0)} there",
         )
-        for key in sorted({*acknowledged, *final})
-        if acknowledged[key] != final.get(key, 0)
+        for row in sorted({*acknowledged, *final})
+        if acknowledged[row] != final.get(row, 0)
     ]
 
 

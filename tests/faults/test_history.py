@@ -198,6 +198,74 @@ def test_late_renewals() -> None:
     assert late_renewals([1.8, 1.2, 0.81, 0.79, 0.1], 3.0) == [0.79, 0.1]
 
 
+def test_good_permits() -> None:
+    """As many as there are permits, each with tokens of its own, in any order."""
+    assert not kinds(
+        event("grant", 5, 0, 1, permit=0, permits=2),
+        event("grant", 5, 0, 1, "b", permit=1, permits=2),
+        event("release", 5, 2, 3, permit=0),
+        event("grant", 6, 2.5, 4, "c", permit=0, permits=2),
+        event("held", 5, 5, 5, "b", permit=1),
+        event("release", 6, 6, 7, "c", permit=0),
+        event("grant", 4, 0, 9, "d", permit=2, permits=3),
+        event("held", 4, 9, 9, "d", permit=2),
+    )
+
+
+def test_overlap_of_a_permit() -> None:
+    """Two that had one permit, which the number of holders wouldn't tell."""
+    assert kinds(
+        event("grant", 1, 0, 1, permit=1, permits=3),
+        event("release", 1, 5, 6, permit=1),
+        event("grant", 2, 2, 3, "b", permit=1, permits=3),
+        event("release", 2, 4, 5, "b", permit=1),
+    ) == ["overlap"]
+
+
+def test_tokens_of_a_permit() -> None:
+    """Each permit's tokens rise and don't repeat."""
+    first = event("grant", 7, 0, 1, permit=1, permits=2)
+    assert kinds(first, event("grant", 6, 2, 3, "b", permit=1, permits=2)) == [
+        "token went back"
+    ]
+    assert kinds(first, event("grant", 7, 2, 3, "b", permit=1, permits=2)) == [
+        "repeated token"
+    ]
+    assert not kinds(first, event("grant", 6, 2, 3, "b", permit=0, permits=2))
+
+
+def test_crowd() -> None:
+    """More at a time than they all asked for, with a permit that there is not."""
+    three = [
+        item
+        for n, who in enumerate("abc")
+        for item in (
+            event("grant", 1, n, n + 0.5, who, permit=n, permits=2),
+            event("release", 1, 8 + n, 9 + n, who, permit=n),
+        )
+    ]
+    assert kinds(*three) == ["no such permit", "crowd"]
+    # Of those who asked for three there may be one more.
+    three[4] = event("grant", 1, 2, 2.5, "c", permit=2, permits=3)
+    assert not kinds(*three)
+    # But not one after the other.
+    three[1] = event("release", 1, 2.2, 3, "a", permit=0)
+    three[4] = event("grant", 1, 2, 2.5, "c", permit=2, permits=2)
+    assert kinds(*three) == ["no such permit"]
+
+
+def test_late_loss_of_a_permit() -> None:
+    """Permits lose their leases as locks do."""
+    assert kinds(event("loss", 1, 0, 2, deadline=1.0, permit=1)) == ["late loss"]
+
+
+def test_lost_updates_of_permits() -> None:
+    """What each permit guards is counted by itself."""
+    writes = [event("write", n, n, n + 0.5, permit=n % 2) for n in range(3)]
+    assert not lost_updates(writes, {"k": 2, "k permit 1": 1})
+    assert len(lost_updates(writes, {"k": 1, "k permit 1": 2})) == 2
+
+
 @pytest.mark.parametrize(
     "faulty",
     [
