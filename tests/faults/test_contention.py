@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew
-from tests.faults.history import check, report, take_overs, verify
+from tests.faults.history import check, lost_updates, report, take_overs, verify
+from tests.faults.kinds import Asked, grants_in, kinds, row_of
 from tests.faults.scale import FULL, SEED, counts, pick
 from tests.timing import DEADLINE, SLACK
 
@@ -36,6 +38,12 @@ def assert_good(crew: Crew) -> None:
 
 def grants(crew: Crew) -> int:
     return sum(event.what == "grant" for event in crew.history())
+
+
+def everything(key: str) -> list[Any]:
+    """Two keys, both of them together in any order, and two or three permits of one."""
+    a, b = f"{key}:0", f"{key}:1"
+    return [a, b, [a, b], {"key": f"{key}:p", "permits": [2, 3]}]
 
 
 def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> None:
@@ -127,28 +135,56 @@ def test_tokens_that_are_not_current(crew: Crew, key: str, figures: Figures) -> 
     figures |= {"tries": rounds, "of them guards": tried["tries"]["guard"]}
 
 
-def test_new_keys_are_raced_for(crew: Crew, key: str, figures: Figures) -> None:
-    """F13: processes race to create a key that has no row: one winner, no error."""
-    processes, number = pick(6, 64), counts(15, 1000)
-    keys, apart = [f"{key}:{n}" for n in range(number)], pick(0.05, 0.15)
+@kinds
+def test_new_keys_are_raced_for(
+    crew: Crew, key: str, kind: str, figures: Figures
+) -> None:
+    """F13: processes race to create a key that has no row: one winner, no error.
+
+    One of a set, in whichever order its keys are given; of two permits two.
+    """
+    processes, apart = pick(6, 64), pick(0.05, 0.15)
+    number = counts(15 if kind == "key" else 8, 1000)
+    keys = [Asked.of_kind(kind, f"{key}:{n}") for n in range(number)]
+    told = {
+        "key": lambda one: one.keys[0],
+        "set": lambda one: list(one.keys),
+        "permits": lambda one: {"key": one.keys[0], "permits": [one.permits]},
+    }[kind]
     for chunk in range(0, number, 100):
-        names = keys[chunk : chunk + 100]
+        names = [told(one) for one in keys[chunk : chunk + 100]]
         begin = time.monotonic() + pick(0.5, 2.5)
         starts = [begin + n * apart for n in range(len(names))]
-        table = [{"keys": names, "starts": starts, "lease": 600}] * processes
+        table = [
+            {"keys": names, "starts": starts, "lease": 600, "seed": SEED + n}
+            for n in range(processes)
+        ]
         crew.finish(crew.fork_all("create", table), within=8 * DEADLINE)
-    winners = Counter(told["key"] for told in crew.told() if told["event"] == "won")
-    assert winners == dict.fromkeys(keys, 1)
+    won = [told for told in crew.told() if told["event"] == "won"]
+    winners = Counter((told["key"], told["permit"]) for told in won)
+    assert winners == {
+        (name, permit): 1
+        for one in keys
+        for name in one.keys
+        for permit in range(one.permits)
+    }
+    # All keys of a set have gone to one.
+    for one in keys:
+        owners = {told["who"] for told in won if told["key"] in one.keys}
+        assert len(owners) == one.permits
     figures |= {"processes": processes, "keys": number}
 
 
 def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> None:
-    """F14: rows are pruned and made again all the time; no token repeats."""
+    """F14: rows are pruned and made again all the time; no token repeats.
+
+    Of single keys, of sets and of permits.
+    """
     start = soon()
     end = start + counts(DEADLINE, 60.0)
     table = [
         {
-            "keys": [f"{key}:{n % 2}"],
+            "keys": everything(key) if n > 1 else [f"{key}:{n % 2}"],
             "start": start,
             "until": end,
             "rounds": counts(50, 10**6),
@@ -171,7 +207,11 @@ def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> Non
 
 
 def test_force_release_while_held(crew: Crew, key: str, figures: Figures) -> None:
-    """F15: the holder learns of it after a third of its lease; its write is refused."""
+    """F15: the holder learns of it after a third of its lease; its write is refused.
+
+    So does and is the holder of two keys of which one was force-released; the other
+    stays held until it is given back.
+    """
     lease, delays, recorded = 1.5, list[float](), list[tuple[str, int]]()
     accounts = [AccountFactory() for _ in range(10)]
 
@@ -183,26 +223,48 @@ def test_force_release_while_held(crew: Crew, key: str, figures: Figures) -> Non
     for first in range(0, wanted, 10):
         names = [f"{key}:{n}" for n in range(first, min(first + 10, wanted))]
         until = time.monotonic() + 2 * DEADLINE
+        # Every second one has another key, which comes before or after the first.
+        others = [
+            f"{'' if n % 4 == 1 else 'z'}{name}:too" for n, name in enumerate(names)
+        ]
         holders = crew.fork_all(
             "hold",
             [
-                {"key": name, "until": until, "lease": lease, "account": account.pk}
-                for name, account in zip(names, accounts, strict=False)
+                {
+                    "key": [name, other] if n % 2 else name,
+                    "until": until,
+                    "lease": lease,
+                    "account": account.pk,
+                }
+                for n, (name, other, account) in enumerate(
+                    zip(names, others, accounts, strict=False)
+                )
             ],
         )
-        tokens = [holder.expect("grant")["token"] for holder in holders]
+        for holder in holders:
+            holder.expect("held")
+        grants = [grants_in(holder.told) for holder in holders]
+        tokens = [
+            grant["token"]
+            for name, mine in zip(names, grants, strict=True)
+            for grant in mine
+            if grant["key"] == name
+        ]
         forced = []
         for name in names:
             forced.append(time.monotonic())
             assert DistributedLock.objects.force_release(name, by="a test")
         for name, holder, moment in zip(names, holders, forced, strict=True):
             lost = holder.expect("loss")
-            assert lost["reason"] == "forced"
+            assert (lost["key"], lost["reason"]) == (name, "forced")
             delays.append(lost["at"] - moment)
             assert holder.expect("guarded")["refused"] is True
             assert stored(name).owner == ""
         assert recorded[first:] == list(zip(names, tokens, strict=True))
         crew.finish(holders)
+        for holder, mine in zip(holders, grants, strict=True):
+            told = [told for told in holder.told if told["event"] == "release"]
+            assert len(told) == len(mine) - 1
         crew.forget()
     for account in accounts:
         account.refresh_from_db()
@@ -220,10 +282,14 @@ LEVELS = ["read committed", "repeatable read", "serializable"]
 def test_isolation_levels(
     server: str, crew: Crew, key: str, level: str, nested: bool, figures: Figures
 ) -> None:
-    """F16: at every level, lock operations pass no database error to their callers."""
+    """F16: at every level, lock operations pass no database error to their callers.
+
+    Of four keys, of sets of them in any order, and of permits.
+    """
     start = soon() + pick(0.0, 4.0)
     end = start + counts(DEADLINE, 15.0)
-    keys = [f"{key}:{number}" for number in range(4)]
+    keys: list[Any] = [f"{key}:{number}" for number in range(4)]
+    keys += [keys[:2], keys[1:4], {"key": f"{key}:p", "permits": [2, 3]}]
     table = [
         {
             "keys": keys,
@@ -249,18 +315,24 @@ def test_isolation_levels(
 WAITERS_STATEMENTS = 3.0
 
 
-def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
+@kinds
+def test_every_waiter_is_served(
+    crew: Crew, key: str, kind: str, figures: Figures
+) -> None:
     """F12: waiters in threads of many processes are all served, one at a time.
 
-    While nobody gives the key back, they ask the database seldom.
+    Of permits, two. While nobody gives the key back, they ask the database seldom.
     """
-    processes, threads = pick(4, 20), pick(5, 10)
+    processes, threads = pick(4 if kind == "key" else 3, 20), pick(5, 10)
+    asked = Asked.of_kind(kind, key)
     start = soon() + pick(0.0, 3.0)
-    given_back = start + pick(2.5, 30.0)
-    with distributed_lock(key, lease=60).acquire(timeout=0):
+    given_back = start + pick(2.5 if kind == "key" else 1.5, 30.0)
+    with ExitStack() as held:
+        for number in range(asked.permits):
+            held.enter_context(asked.hold(number))
         table = [
             {
-                "key": key,
+                **asked.told,
                 "timeout": pick(20.0, 120.0),
                 "threads": threads,
                 "start": start,
@@ -274,20 +346,51 @@ def test_every_waiter_is_served(crew: Crew, key: str, figures: Figures) -> None:
             within=given_back - start + DEADLINE,
         )
     crew.finish(members, within=pick(30.0, 120.0))
-    served = grants(crew)
-    assert served == processes * threads
-    tokens = [event.token for event in crew.history() if event.what == "grant"]
-    assert len(set(tokens)) == served
+    served = grants_in(crew.told())
+    assert len(served) == processes * threads * len(asked.keys)
+    assert len({(row_of(grant), grant["token"]) for grant in served}) == len(served)
     assert_good(crew)
     told = [member.expect("statements") for member in members]
     rates = [row["count"] / row["seconds"] for row in told]
     mean = sum(rates) / len(rates)
     figures |= {
-        "waiters": served,
+        "waiters": processes * threads,
         "statements by a process (/s)": round(mean, 1),
     }
     if connection.vendor != "sqlite" and FULL:
         assert mean <= WAITERS_STATEMENTS
+
+
+def test_overlapping_sets(crew: Crew, key: str, figures: Figures) -> None:
+    """Who share keys, each in an order of its own, don't wait in a circle.
+
+    Nobody's time runs out, and what the keys guard is exact.
+    """
+    keys = [f"{key}:{number}" for number in range(4)]
+    accounts = {name: AccountFactory() for name in keys}
+    rounds, start = counts(6, 300), soon()
+    table = [
+        {
+            "key": keys,
+            "accounts": {name: account.pk for name, account in accounts.items()},
+            "rounds": rounds,
+            "start": start,
+            "seed": SEED + n,
+            "timeout": pick(30.0, 240.0),
+        }
+        for n in range(pick(6, 16))
+    ]
+    members = crew.fork_all("share", table)
+    crew.finish(members, within=pick(40.0, 300.0))
+    assert not [told for told in crew.told() if told["event"] == "gave up"]
+    assert_good(crew)
+    balances = {}
+    for name, account in accounts.items():
+        account.refresh_from_db()
+        balances[name] = account.balance
+    assert not lost_updates(crew.history(), balances)
+    figures |= {"sets": len(members) * rounds, "grants": grants(crew)}
+    assert sum(balances.values()) >= 2 * len(members) * rounds
 
 
 def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> None:

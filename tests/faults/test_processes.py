@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,8 @@ from dblocks import distributed_lock
 from dblocks.models import DistributedLock
 from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew, Member
-from tests.faults.history import lost_updates, verify
+from tests.faults.history import lost_updates, row_name, verify
+from tests.faults.kinds import Asked, grants_in, kinds, row_of
 from tests.faults.scale import FULL, POLL, SEED, counts, pick
 from tests.testapp.models import Account
 from tests.timing import DEADLINE, SLACK, eventually
@@ -30,30 +32,47 @@ def p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
-def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
-    """F1: the next waiter has the key soon after the lease's end, and not before."""
+@kinds
+def test_killed_holders(crew: Crew, key: str, kind: str, figures: Figures) -> None:
+    """F1: the next waiter has the key soon after the lease's end, and not before.
+
+    So it has a set of keys, whose holder died, or the permit of one that died.
+    """
     lease, delays = 1.0, []
     for batch in range(counts(1, 12)):
-        keys = [f"{key}:{batch}:{number}" for number in range(pick(4, 10))]
-        until = time.monotonic() + 60
-        holders = crew.fork_all(
-            "hold", [{"key": name, "until": until, "lease": lease} for name in keys]
-        )
-        tokens = [holder.expect("grant")["token"] for holder in holders]
-        waiters = crew.fork_all("wait", [{"key": k, "timeout": 20} for k in keys])
+        number = pick(4 if kind == "key" else 2, 10)
+        asked = [Asked.of_kind(kind, f"{key}:{batch}:{n}") for n in range(number)]
+        # All permits are taken, else nobody would have to wait.
+        table = [one.told for one in asked for _ in range(one.permits)]
+        more = {"until": time.monotonic() + 60, "lease": lease}
+        holders = crew.fork_all("hold", [{**row, **more} for row in table])
+        for holder in holders:
+            holder.expect("held")
+        held = [grant for holder in holders for grant in grants_in(holder.told)]
+        tokens = {row_of(grant): grant["token"] for grant in held}
+        # Whoever has a permit keeps it until all others have theirs.
+        stay = 0.3 if kind == "permits" else 0.0
+        more = {"timeout": 20, "hold": stay}
+        waiters = crew.fork_all("wait", [{**row, **more} for row in table])
         ends = {}
-        for name, holder, token in zip(keys, holders, tokens, strict=True):
+        for holder in holders:
             holder.kill()
-            row = stored(name)
-            if row.version == token:
-                ends[name] = row.expires_at
+            for name in map(row_of, grants_in(holder.told)):
+                row = stored(name)
+                if row.version == tokens[name]:
+                    ends[name] = row.expires_at
         crew.finish(waiters)
-        for name, token, waiter in zip(keys, tokens, waiters, strict=True):
-            assert waiter.expect("grant")["token"] > token
-            if name in ends:
-                delays.append((stored(name).acquired_at - ends[name]).total_seconds())
+        granted = [grant for waiter in waiters for grant in grants_in(waiter.told)]
+        assert len(granted) == len(held)
+        assert all(grant["token"] > tokens[row_of(grant)] for grant in granted)
+        for name, end in ends.items():
+            row = stored(name)
+            # Not where a second one had the permit, or waited for the rest of a set.
+            if row.version == tokens[name] + 1:
+                delays.append((row.acquired_at - end).total_seconds())
     assert delays
     assert min(delays) >= 0
+    verify(crew.history())
     figures |= {
         "killed": len(delays),
         "free to granted, p99 (ms)": round(1000 * p99(delays)),
@@ -61,38 +80,82 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
     assert p99(delays) <= POLL + (0.25 if FULL else SLACK)
 
 
-def hand_off(crew: Crew, key: str, victim: int | None) -> float:
-    """Give a key back that three wait for, one of whom may be killed before.
+def test_killed_between_two_grants(crew: Crew, key: str, figures: Figures) -> None:
+    """F1: who dies with a part of a set leaves a lease that lapses, and no deadlock."""
+    first, second, third = keys = [f"{key}:{number}" for number in (1, 2, 3)]
+    lease, delays = 1.0, []
+    for _ in range(counts(1, 30)):
+        with distributed_lock(second).acquire(timeout=0):
+            victim = crew.fork("wait", key=keys, timeout=20, lease=lease)
+            held = distributed_lock(first).locked
+            eventually(held, what="the first of its keys")
+            others = crew.fork_all(
+                "wait",
+                [
+                    {"key": [third, first], "timeout": 20},
+                    {"key": [third, second, first], "timeout": 20},
+                    {"key": first, "timeout": 20},
+                ],
+            )
+            victim.kill()
+            assert victim.saw("grant") is None
+            end = stored(first).expires_at
+            assert not distributed_lock(third).locked()
+        crew.finish(others)
+        moments = [t["at"] for other in others for t in other.told]
+        assert moments
+        row = stored(first)
+        assert all(other.saw("grant") is not None for other in others)
+        delays.append(max(0.0, (row.acquired_at - end).total_seconds()))
+        assert row.acquired_at > end
+    verify(crew.history())
+    assert not crew.errors()
+    figures |= {"killed": len(delays), "all served, worst (s)": round(max(delays), 3)}
+    assert max(delays) <= 3 * (POLL + (0.25 if FULL else SLACK))
+
+
+def hand_off(crew: Crew, key: str, kind: str, victim: int | None) -> float:
+    """Give back what three wait for, one of whom may be killed before.
 
     Returns:
         After how many seconds the next one has it.
     """
-    with distributed_lock(key).acquire(timeout=0):
-        waiters = crew.fork_all("wait", [{"key": key, "timeout": 20}] * 3)
+    asked = Asked.of_kind(kind, key)
+    with ExitStack() as held:
+        for number in range(asked.permits):
+            held.enter_context(asked.hold(number))
+        waiters = crew.fork_all("wait", [{**asked.told, "timeout": 20}] * 3)
         born = time.monotonic()
         # Any of them may be the first of the queue, or not be there yet.
         crew.until(lambda: time.monotonic() > born + 0.2)
         if victim is not None:
             waiters[victim].kill()
+        before = sum(stored(name).version for name in asked.rows)
     released = time.monotonic()
     rest = [waiter for waiter in waiters if not waiter.ended]
     crew.finish(rest)
     assert len(rest) == (3 if victim is None else 2)
-    row = stored(key)
-    assert (row.owner, row.hold_count) == ("", 0)
-    assert not distributed_lock(key).locked()
+    left = [stored(name) for name in asked.rows]
+    assert [(row.owner, row.hold_count) for row in left] == [("", 0)] * len(left)
+    assert not asked.lock().locked()
     # Granted once to each that was served, and to nobody else.
-    tokens = {waiter.expect("grant")["token"] for waiter in rest}
-    assert tokens == set(range(row.version - len(rest) + 1, row.version + 1))
-    return min(w.expect("grant")["after"] for w in rest) - released
+    granted = [grant for waiter in rest for grant in grants_in(waiter.told)]
+    tokens = {(row_of(grant), grant["token"]) for grant in granted}
+    assert len(tokens) == len(granted) == len(asked.keys) * len(rest)
+    if kind != "set":
+        # What was taken of a set that did not become complete has raised it as well.
+        assert sum(row.version for row in left) == before + len(rest)
+    return min(grant["after"] for grant in granted) - released
 
 
-def test_killed_waiters(crew: Crew, key: str, figures: Figures) -> None:
+@kinds
+def test_killed_waiters(crew: Crew, key: str, kind: str, figures: Figures) -> None:
     """F2: a waiter killed in the queue leaves nothing; others don't wait longer."""
     delays, undisturbed = [], []
-    for number in range(counts(2, 100)):
-        delays.append(hand_off(crew, f"{key}:{number}", number % 3))
-        undisturbed.append(hand_off(crew, f"{key}:{number}:undisturbed", None))
+    for number in range(counts(2 if kind == "key" else 1, 100)):
+        name = f"{key}:{number}"
+        delays.append(hand_off(crew, name, kind, number % 3))
+        undisturbed.append(hand_off(crew, f"{name}:undisturbed", kind, None))
     figures |= {
         "killed": len(delays),
         "hand-off, worst (ms)": round(1000 * max(delays)),
@@ -141,38 +204,52 @@ class Nemesis:
 
 
 def pause_updaters(
-    crew: Crew, key: str, mode: str, pauses: int, figures: Figures
+    crew: Crew, key: str, mode: str, pauses: int, figures: Figures, kind: str = "key"
 ) -> tuple[int, int]:
     """Stop processes that update balances; return acknowledged and final sums."""
     # Leases for which they are stopped: a control must lose something every day.
     lease, lengths = 0.5, [3.0] if mode == "plain" else [1.5, 3.0, 3.0]
     if FULL:
         lengths = [1.5] * 5 + [3.0] * 4 + [10.0]
-    accounts = [AccountFactory() for _ in range(pick(2, 10))]
-    table = [
-        {
-            "key": f"{key}:{account.pk}",
-            "account": account.pk,
-            "mode": mode,
-            "until": time.monotonic() + counts(60.0, 3600.0),
-            "seed": SEED + number,
-            "window": 0.05,
-            "lease": lease,
-            "timeout": 1.0,
-        }
-        for account in accounts
-        for number in range(2)
-    ]
+    guarded: dict[str, Account] = {}
+    table, first = [], []
+    for number in range(pick(2, 10)):
+        asked = Asked.of_kind(kind, f"{key}:{number}")
+        names = [
+            row_name(one, n) for one in sorted(asked.keys) for n in range(asked.permits)
+        ]
+        accounts = [AccountFactory() for _ in names]
+        guarded |= dict(zip(names, accounts, strict=True))
+        ids = [account.pk for account in accounts]
+        # One more than can have it at a time; those who share keys in either order.
+        for member in range(asked.permits + 1):
+            told = asked.told | {"account": ids if len(ids) > 1 else ids[0]}
+            if kind == "set" and not member:
+                told = {"key": names, "account": ids}
+            elif kind == "set":
+                told = {"key": names[::-1], "account": ids[::-1]}
+            table.append(
+                {
+                    **told,
+                    "mode": mode,
+                    "until": time.monotonic() + counts(60.0, 3600.0),
+                    "seed": SEED + len(table),
+                    "window": 0.05,
+                    "lease": lease,
+                    "timeout": 1.0,
+                }
+            )
+            first.append(names[0])
     members = crew.fork_all("update", table)
     crew.until(lambda: all(member.told[1:] for member in members), 2 * DEADLINE)
-    for member, row in zip(members, table, strict=True):
-        member.told[0]["key"] = row["key"]
+    for member, name in zip(members, first, strict=True):
+        member.told[0]["key"] = name
     nemesis = Nemesis(crew, members, lease)
     nemesis.pause(pauses, lengths, within=counts(30.0, 3000.0))
     history = crew.history()
     final = {
-        f"{key}:{account.pk}": Account.objects.get(pk=account.pk).balance
-        for account in accounts
+        name: Account.objects.get(pk=account.pk).balance
+        for name, account in guarded.items()
     }
     acknowledged = sum(event.what == "write" for event in history)
     figures |= {
@@ -199,18 +276,27 @@ def pause_updaters(
     return acknowledged, sum(final.values())
 
 
-def test_stopped_holders_are_refused(crew: Crew, key: str, figures: Figures) -> None:
-    """F4: paused past its lease, a guarded holder writes nothing; nothing is lost."""
-    pause_updaters(crew, key, "guard", counts(4, 1000), figures)
+@kinds
+def test_stopped_holders_are_refused(
+    crew: Crew, key: str, kind: str, figures: Figures
+) -> None:
+    """F4: paused past its lease, a guarded holder writes nothing; nothing is lost.
+
+    Of a set nothing that any of its keys guards.
+    """
+    wanted = counts(4 if kind == "key" else 2, 1000)
+    pause_updaters(crew, key, "guard", wanted, figures, kind)
     assert figures["refused"]
     assert figures["pauses"] >= counts(1, 1000)
 
 
+@pytest.mark.parametrize("kind", ["key", "set"])
 def test_stopped_in_the_transaction(
-    server: str, crew: Crew, key: str, figures: Figures
+    server: str, crew: Crew, key: str, kind: str, figures: Figures
 ) -> None:
     """F5: stopped inside atomic=True: nothing is lost."""
-    pause_updaters(crew, key, "atomic", counts(3, 300), figures)
+    wanted = counts(3 if kind == "key" else 1, 300)
+    pause_updaters(crew, key, "atomic", wanted, figures, kind)
     assert figures["pauses"] >= counts(1, 300)
 
 
@@ -228,12 +314,17 @@ def test_negative_control(crew: Crew, key: str, mode: str, figures: Figures) -> 
         assert acknowledged > final
 
 
+@kinds
 def test_stopped_between_guard_and_commit(
-    server: str, crew: Crew, key: str, figures: Figures
+    server: str, crew: Crew, key: str, kind: str, figures: Figures
 ) -> None:
-    """F5: nobody takes the key over, everybody's timeout is kept, the commit counts."""
+    """F5: nobody takes the key over, everybody's timeout is kept, the commit counts.
+
+    Nobody takes one of several keys, nor the permit.
+    """
     found = [
-        stop_after_the_guard(crew, f"{key}:{number}") for number in range(counts(1, 20))
+        stop_after_the_guard(crew, Asked.of_kind(kind, f"{key}:{number}"))
+        for number in range(counts(1, 20))
     ]
     late = max(max(each) for each in found)
     figures["stopped after the guard"] = len(found)
@@ -241,30 +332,36 @@ def test_stopped_between_guard_and_commit(
     assert late <= (0.25 if FULL else SLACK)
 
 
-def stop_after_the_guard(crew: Crew, key: str) -> list[float]:
+def stop_after_the_guard(crew: Crew, asked: Asked) -> list[float]:
     """Return by how much others' waits were longer than their timeouts."""
-    account, lease, timeout = AccountFactory(), 0.6, 1.0
-    holder = crew.fork(
-        "guarded_pause", key=key, account=account.pk, lease=lease, pause=0.5
-    )
-    token = holder.expect("guarded")["token"]
-    holder.stop()
-    late = []
-    try:
-        # One begins before the lease is over, the other after it.
-        for _ in range(2):
-            began = time.monotonic()
-            assert distributed_lock(key).try_acquire(timeout=timeout) is None
-            late.append(time.monotonic() - began - timeout)
-            assert late[-1] >= 0
-        assert holder.saw("committed") is None
-    finally:
-        holder.resume()
-    holder.expect("committed")
-    account.refresh_from_db()
-    assert account.balance == 1
-    with distributed_lock(key).acquire(timeout=DEADLINE) as after:
-        assert after.fencing_token > token
+    account, lease, timeout = AccountFactory(), 0.6, pick(0.8, 1.0)
+    with ExitStack() as held:
+        # All other permits have somebody who stays.
+        for number in range(1, asked.permits):
+            held.enter_context(asked.hold(number))
+        holder = crew.fork(
+            "guarded_pause", **asked.told, account=account.pk, lease=lease, pause=0.5
+        )
+        tokens = holder.expect("guarded")["tokens"]
+        holder.stop()
+        late = []
+        try:
+            # One begins before the lease is over, the other after it.
+            for number in range(2):
+                began = time.monotonic()
+                lock = asked.each[-1 - number % len(asked.keys)].lock()
+                assert lock.try_acquire(timeout=timeout) is None
+                late.append(time.monotonic() - began - timeout)
+                assert late[-1] >= 0
+            assert holder.saw("committed") is None
+        finally:
+            holder.resume()
+        holder.expect("committed")
+        account.refresh_from_db()
+        assert account.balance == 1
+        for one in asked.each:
+            with one.lock().acquire(timeout=DEADLINE) as after:
+                assert after.fencing_token > tokens[after.key]
     return late
 
 
@@ -274,15 +371,18 @@ def stop_after_the_guard(crew: Crew, key: str) -> list[float]:
 def test_interrupted_anywhere(
     crew: Crew, key: str, program: str, figures: Figures
 ) -> None:
-    """F18: interrupts and cancellations leave nothing held beyond the lease."""
+    """F18: interrupts and cancellations leave nothing held beyond the lease.
+
+    By turns of one key, of two at once and of a permit.
+    """
     hits, lease = counts(40, 1000), 1.0
     options = {"ordinary": True} if "exception" in program else {}
     name = program.split()[0]
     member = crew.fork(name, key=key, seed=SEED, hits=hits, lease=lease, **options)
     told = member.expect("interrupted", within=counts(30.0, 300.0))
     ended = told["at"]
-    rows = DistributedLock.objects.held().filter(key__startswith=key)
-    eventually(lambda: not rows.exists(), what="the end of all leases")
+    left = DistributedLock.objects.held().filter(key__startswith=key)
+    eventually(lambda: not left.exists(), what="the end of all leases")
     assert time.monotonic() - ended <= lease + SLACK
     assert member.expect("threads")["names"] == []
     crew.finish([member])
