@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,10 @@ class Asked:
         """Return its keys, each by itself."""
         return [Asked((key,), self.permits) for key in sorted(self.keys)]
 
+    def row_of(self, lease: Any) -> str:
+        """Return the key of the row that a lease is of."""
+        return row_key(lease.key, lease.permit if self.permits > 1 else None)
+
     def lock(self, **options: Any) -> Any:
         """Make the lock in this process."""
         return distributed_lock(*self.keys, permits=self.permits, **options)
@@ -54,6 +59,11 @@ class Asked:
     def hold(self, number: int = 1) -> Any:
         """Take it in this process, as another owner for each number."""
         return self.lock(owner=f"holder {number}").acquire(timeout=0)
+
+
+def each(taken: Any) -> list[Any]:
+    """Return the leases of what was taken: one, or those of several keys."""
+    return list(taken.values()) if isinstance(taken, Mapping) else [taken]
 
 
 def row_of(told: dict[str, Any]) -> str:

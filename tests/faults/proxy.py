@@ -45,6 +45,8 @@ class Proxy:
         #: How many of the next answers to something that contains ``after`` are lost.
         self.lose_replies = 0
         self.after = b""
+        #: How many of these answers pass before.
+        self.skip = 0
         #: How many answers were lost, and connections reset.
         self.lost = 0
         self.reset = 0
@@ -139,7 +141,9 @@ class Proxy:
             link.asked = asks
             link.server.sendall(data)
             return True
-        if self.lose_replies and link.asked:
+        if self.lose_replies and link.asked and self.skip:
+            self.skip -= 1
+        elif self.lose_replies and link.asked:
             self.lose_replies -= 1
             self.lost += 1
             link.broken = True

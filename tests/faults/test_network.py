@@ -6,16 +6,18 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from django.db import connection, connections
 
-from dblocks import LockTimeout, distributed_lock
-from dblocks.models import TokenFloor
+from dblocks import LockTimeout, current_lease, distributed_lock
+from dblocks.models import DistributedLock, TokenFloor
 from tests.factories import stored
 from tests.faults.crew import Crew
 from tests.faults.history import late_renewals, verify
+from tests.faults.kinds import KINDS, Asked, each, kinds
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, LATE, POLL, SEED, counts, pick
 from tests.timing import DEADLINE, always, eventually
@@ -55,53 +57,114 @@ def end_session(number: int) -> None:
         )
 
 
+def assert_held(asked: Asked, taken: Any) -> None:
+    """The table has what was taken, held once, and nothing else that was asked for."""
+    leases = {asked.row_of(lease): lease for lease in each(taken)}
+    held = DistributedLock.objects.held().filter(key__in=asked.rows)
+    assert {row.key: (row.version, row.owner, row.hold_count) for row in held} == {
+        name: (lease.fencing_token, lease.owner, 1) for name, lease in leases.items()
+    }
+    assert {lease.key for lease in leases.values()} == set(asked.keys)
+
+
+def assert_free(asked: Asked) -> None:
+    assert not DistributedLock.objects.held().filter(key__in=asked.rows).exists()
+
+
+@kinds
 @pytest.mark.parametrize("first", [True, False], ids=["new key", "old key"])
 def test_lost_reply_to_an_acquire(
-    proxy: Proxy, distant: Distant, key: str, first: bool, figures: Figures
+    proxy: Proxy, distant: Distant, key: str, first: bool, kind: str, figures: Figures
 ) -> None:
-    """F3: the retry finds its own grant and returns it; no ghost stays."""
+    """F3: the retry finds its own grant and returns it; no ghost stays.
+
+    Nor a second permit, nor one of two keys by itself.
+    """
     backend = distant()
-    for number in range(counts(3, 200)):
-        name = f"{key}:{number}"
+    for number in range(counts(3 if kind == "key" else 2, 200)):
+        asked = Asked.of_kind(kind, f"{key}:{number}")
         if first:
-            earlier = TokenFloor.objects.get().value
+            earlier = dict.fromkeys(asked.rows, TokenFloor.objects.get().value)
         else:
-            with distributed_lock(name).acquire(timeout=0) as before:
-                earlier = before.fencing_token or 0
+            for held in [asked.hold(each) for each in range(asked.permits)]:
+                held.release()
+            earlier = {name: stored(name).version for name in asked.rows}
         proxy.after = b"INSERT" if first else b"UPDATE"
         connections["distant"].ensure_connection()
         proxy.lose_replies = 1
         try:
-            lease = distributed_lock(name, backend=backend, lease=60).acquire(timeout=2)
+            taken = asked.lock(backend=backend, lease=60).acquire(timeout=2)
         except LockTimeout as error:
             pytest.fail(f"waited for its own grant: {error}")
         assert proxy.lost == number + 1
-        row = stored(name)
-        assert (row.version, row.owner, row.hold_count) == (
-            lease.fencing_token,
-            lease.owner,
-            1,
-        )
+        assert_held(asked, taken)
         # Granted once, and not once more by the retry.
-        assert row.version == earlier + 1
-        assert distributed_lock(name).try_acquire() is None
-        assert lease.release()
-        assert not distributed_lock(name).locked()
+        for lease in each(taken):
+            assert lease.fencing_token == earlier[asked.row_of(lease)] + 1
+        if asked.permits > 1:
+            # The other permit is there for somebody else, and no third one.
+            assert asked.hold().release()
+        for one in asked.each:
+            with ExitStack() as others:
+                for other in range(1, one.permits):
+                    others.enter_context(one.hold(other))
+                assert one.lock().try_acquire() is None
+        assert taken.release()
+        assert_free(asked)
         connections["distant"].close()
     figures["replies lost"] = proxy.lost
 
 
-def test_lost_reply_to_a_release(
-    proxy: Proxy, distant: Distant, key: str, figures: Figures
+@pytest.mark.parametrize("complete", [True, False], ids=["granted", "refused"])
+def test_lost_reply_within_a_set(
+    proxy: Proxy, distant: Distant, key: str, complete: bool, figures: Figures
 ) -> None:
-    """The release is repeated, and known to have been carried out."""
+    """F3: whichever answer is lost, a set is had once, or nothing of it.
+
+    The second key has no row, so that they are taken one after the other.
+    """
     backend = distant()
+    proxy.after = b"dblocks_distributedlock"
+    for number in range(counts(9, 200)):
+        asked = Asked(tuple(f"{key}:{number}:{each}" for each in (3, 2, 1)))
+        last, _, first = asked.keys
+        for name in (first, last):
+            distributed_lock(name).acquire(timeout=0).release()
+        connections["distant"].ensure_connection()
+        lost, proxy.skip, proxy.lose_replies = proxy.lost, number % 9, 1
+        lock = asked.lock(backend=backend, lease=60)
+        if complete:
+            with lock.acquire(timeout=2) as taken:
+                assert_held(asked, taken)
+                assert len({lease.owner for lease in taken.values()}) == 1
+        else:
+            with distributed_lock(last).acquire(timeout=0):
+                assert lock.try_acquire() is None
+                assert_held(Asked((last,)), current_lease(last))
+                assert_free(Asked(asked.keys[1:]))
+        assert_free(asked)
+        # The first ones there always are.
+        assert proxy.lost == lost + 1 or number % 9 > 3
+        connections["distant"].close()
+    figures["replies lost"] = proxy.lost
+
+
+@kinds
+def test_lost_reply_to_a_release(
+    proxy: Proxy, distant: Distant, key: str, kind: str, figures: Figures
+) -> None:
+    """The release is repeated, and known to have been carried out.
+
+    Of several keys the one statement that gives back all of them.
+    """
+    backend, asked = distant(), Asked.of_kind(kind, key)
     for number in range(counts(2, 100)):
-        lease = distributed_lock(key, backend=backend, lease=60).acquire(timeout=2)
+        taken = asked.lock(backend=backend, lease=60).acquire(timeout=2)
         proxy.after, proxy.lose_replies = b"UPDATE", 1
-        assert lease.release() is True
+        assert taken.release() is True
         assert proxy.lost == number + 1
-        assert not distributed_lock(key).locked()
+        assert taken.lost_reason is None
+        assert_free(asked)
         connections["distant"].close()
     figures["replies lost"] = proxy.lost
 
@@ -195,21 +258,33 @@ def swallow(proxy: Proxy, seconds: float) -> None:
     proxy.swallow = False
 
 
+def one_of_each(key: str) -> list[Asked]:
+    """Return one of each kind."""
+    return [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
+
+
 def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -> None:
-    """F9: holders renew and contenders go on over sessions that the server ends."""
+    """F9: holders renew and contenders go on over sessions that the server ends.
+
+    Of one key, of two at once and of a permit.
+    """
     chance = random.Random(SEED)
     start = time.monotonic() + 0.5
     length = 3.0
     until = start + counts(4.0, 120.0)
     holders = crew.fork_all(
         "hold",
-        [{"key": f"{key}:{n}", "until": until, "lease": length} for n in range(3)],
+        [{**one.told, "until": until, "lease": length} for one in one_of_each(key)],
     )
     contenders = crew.fork_all(
         "contend",
         [
             {
-                "keys": [f"{key}:contended"],
+                "keys": [
+                    f"{key}:contended",
+                    [f"{key}:contended", f"{key}:contended:too"],
+                    {"key": f"{key}:contended:p", "permits": [2]},
+                ],
                 "start": start,
                 "until": until,
                 "seed": SEED + n,

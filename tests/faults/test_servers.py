@@ -20,6 +20,7 @@ from tests.factories import stored
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew
 from tests.faults.history import Event, verify
+from tests.faults.kinds import KINDS, Asked, grants_in, row_of
 from tests.faults.scale import FULL, SEED, counts
 from tests.testapp.models import Account
 from tests.timing import DEADLINE, SLACK, eventually, takes
@@ -32,22 +33,29 @@ Figures = dict[str, Any]
 def test_server_killed(
     private: services.Server, crew: Crew, key: str, figures: Figures
 ) -> None:
-    """F7, F8: over kill -9 of a server at +05:00, leases go on and tokens grow."""
+    """F7, F8: over kill -9 of a server at +05:00, leases go on and tokens grow.
+
+    Of one key, of two at once and of a permit.
+    """
     wanted, lease = counts(1, 30), 12.0
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     until = time.monotonic() + counts(120.0, 1200.0)
+    held = [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
     holders = crew.fork_all(
-        "hold",
-        [{"key": f"{key}:{n}", "until": until, "lease": lease} for n in range(3)],
+        "hold", [{**one.told, "until": until, "lease": lease} for one in held]
     )
     for holder in holders:
-        holder.expect("grant")
+        holder.expect("held")
     contenders = crew.fork_all(
         "contend",
         [
             {
-                "keys": [f"{key}:a", f"{key}:b"],
+                "keys": [
+                    f"{key}:a",
+                    [f"{key}:a", f"{key}:b"],
+                    {"key": f"{key}:p", "permits": [2]},
+                ],
                 "until": until,
                 "seed": SEED + n,
                 "timeout": 0.5,
@@ -89,10 +97,13 @@ def test_server_killed(
     if max(downtimes) < lease / 2:
         assert not lost
     connections["private"].close()
-    rows = DistributedLock.objects.using("private").held()
-    for holder in range(3):
-        row = rows.with_state().filter(key=f"{key}:{holder}").first()
-        assert lost or (row is not None and 0 < row.remaining <= lease)
+    rows = DistributedLock.objects.using("private").held().with_state()
+    for one, holder in zip(held, holders, strict=True):
+        names = [row_of(grant) for grant in grants_in(holder.told)]
+        assert len(names) == len(one.keys)
+        left = [row.remaining for row in rows.filter(key__in=names)]
+        assert lost or len(left) == len(names)
+        assert all(0 < seconds <= lease for seconds in left)
 
 
 def test_server_down_for_longer_than_the_lease(
@@ -103,8 +114,14 @@ def test_server_down_for_longer_than_the_lease(
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     row = {"until": time.monotonic() + 4 * DEADLINE, "lease": lease}
-    holders = crew.fork_all("hold", [{**row, "key": f"{key}:{n}"} for n in range(3)])
-    tokens = [holder.expect("grant")["token"] for holder in holders]
+    asked = [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
+    # Both permits are held, so that who waits needs one of these.
+    table = [one.told for one in asked for _ in range(one.permits)]
+    holders = crew.fork_all("hold", [{**row, **told} for told in table])
+    for holder in holders:
+        holder.expect("held")
+    held = [grant for holder in holders for grant in grants_in(holder.told)]
+    tokens = {row_of(grant): grant["token"] for grant in held}
     killed = time.monotonic()
     private.kill()
     for holder in holders:
@@ -114,12 +131,11 @@ def test_server_down_for_longer_than_the_lease(
     crew.until(lambda: time.monotonic() > killed + down)
     private.start()
     connections["private"].close()
-    again = crew.fork_all(
-        "wait", [{"key": f"{key}:{n}", "timeout": 5} for n in range(3)]
-    )
+    again = crew.fork_all("wait", [{**told, "timeout": 5} for told in table])
     crew.finish(again)
-    for token, waiter in zip(tokens, again, strict=True):
-        assert waiter.expect("grant")["token"] > token
+    granted = [grant for waiter in again for grant in grants_in(waiter.told)]
+    assert len(granted) == len(held)
+    assert all(grant["token"] > tokens[row_of(grant)] for grant in granted)
     figures["down for longer"] = 1
 
 
