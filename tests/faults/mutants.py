@@ -54,6 +54,7 @@ class Mutant:
 STATEMENTS = "backends/database/statements.py"
 TABLE = "backends/database/table.py"
 HOLDS = "holding/holds.py"
+JOINT = "tests/test_sets_and_permits.py"
 OWN = 'f"{self.this_key} AND owner = %(owner)s "\n'
 CURRENT = OWN + "            f\"AND version = {d.integer('version')}\"\n"
 NOW = "__import__('datetime').datetime.now(__import__('datetime').timezone.utc)"
@@ -406,6 +407,63 @@ MUTANTS = [
         "    news()\n",
         ("tests/test_losses.py::test_loss_that_cant_be_logged[blocks-default]",),
         quick=SQLITE,
+    ),
+    Mutant(
+        "one key forgotten in the guard",
+        "lease_blocks.py",
+        "            yield holds\n",
+        "            yield holds[:2]\n",
+        (f"{JOINT}::test_one_lost_key_stops_the_commit",),
+        quick=SQLITE,
+    ),
+    Mutant(
+        "keys in the order of arrival",
+        "locks.py",
+        "return sorted(set(keys)) if len(keys) > 1 else keys",
+        "return list(dict.fromkeys(keys))",
+        (f"{JOINT}::test_who_waits_has_nothing_behind_it",),
+        quick=MYSQL,
+    ),
+    Mutant(
+        "an incomplete set is kept",
+        "waiting/together.py",
+        "        if due:\n            await",
+        "        if not due:\n            await",
+        (f"{JOINT}::test_refused_set_leaves_nothing",),
+        quick=POSTGRESQL,
+    ),
+    Mutant(
+        "a set is had with a part that was lost",
+        "waiting/together.py",
+        "next((hold for hold in found if not hold.is_live()), None)",
+        "None",
+        (f"{JOINT}::test_lost_while_the_others_are_waited_for",),
+        quick=SQLITE,
+    ),
+    Mutant(
+        "one permit too many",
+        "permits.py",
+        "for number in range(permits)]",
+        "for number in range(permits + 1)]",
+        (f"{JOINT}::test_never_more_than_permits",),
+        quick=POSTGRESQL,
+    ),
+    Mutant(
+        "an owner gets a second permit",
+        "backends/database/permit_rows.py",
+        "    if request.explicit:\n        return take_again",
+        "    if False:\n        return take_again",
+        (f"{JOINT}::test_owner_in_another_process_has_the_same_permit",),
+        quick=MYSQL,
+    ),
+    Mutant(
+        "the number of a permit is misread",
+        "backends/database/permit_rows.py",
+        "Grant(row_key(request.key, permit), request.owner, version)",
+        "Grant(row_key(request.key, request.permit), request.owner, version)",
+        (f"{JOINT}::test_each_permit_rises_by_itself",),
+        quick=MYSQL,
+        engines=(MYSQL,),
     ),
 ]
 

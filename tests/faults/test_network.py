@@ -125,13 +125,13 @@ def test_lost_reply_within_a_set(
     """
     backend = distant()
     proxy.after = b"dblocks_distributedlock"
-    for number in range(counts(9, 200)):
+    for number in range(counts(12, 240)):
         asked = Asked(tuple(f"{key}:{number}:{each}" for each in (3, 2, 1)))
         last, _, first = asked.keys
         for name in (first, last):
             distributed_lock(name).acquire(timeout=0).release()
         connections["distant"].ensure_connection()
-        lost, proxy.skip, proxy.lose_replies = proxy.lost, number % 9, 1
+        lost, proxy.skip, proxy.lose_replies = proxy.lost, number % 12, 1
         lock = asked.lock(backend=backend, lease=60)
         if complete:
             with lock.acquire(timeout=2) as taken:
@@ -144,7 +144,7 @@ def test_lost_reply_within_a_set(
                 assert_free(Asked(asked.keys[1:]))
         assert_free(asked)
         # The first ones there always are.
-        assert proxy.lost == lost + 1 or number % 9 > 3
+        assert proxy.lost == lost + 1 or number % 12 > 3
         connections["distant"].close()
     figures["replies lost"] = proxy.lost
 
