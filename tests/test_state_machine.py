@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -24,9 +25,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dblocks import Lease, LeaseLost, Lock, LockError, distributed_lock
+from dblocks import Lease, LeaseLost, Leases, LockError, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.permits import apart, row_key, row_keys
 from dblocks.test import clear_locks, move_clock
 from tests.factories import let_expire
 
@@ -164,13 +166,22 @@ def test_table_follows_the_model() -> None:
 MOVES = st.sampled_from([40, 120])
 LEASES = st.sampled_from([100, 270])
 COOLING = st.sampled_from([0, 0, 150])
+#: Of ``None`` it is the machine's own thread that owns.
+WHO = st.sampled_from([None, "ann", "Ann", "bob "])
+SETS = st.lists(st.sampled_from(["a", "A", "b"]), min_size=2, max_size=3)
+#: The number is lowered and raised from attempt to attempt.
+PERMITS = st.sampled_from([2, 3])
+POOL = "p"
+#: What the machine locks: three keys, and the permits of another one.
+ROWS = ["a", "A", "b", *row_keys(POOL, 3)]
+MANY = settings(FEW, max_examples=40, stateful_step_count=30)
 
 
 @dataclass
 class Grant:
     """What the contract says about one grant: who has it, how often, how long."""
 
-    owner: str
+    owner: str | None
     token: int
     cools: int
     since: float
@@ -186,35 +197,51 @@ class Grant:
 
 @dataclass
 class Reference:
-    """What the contract says about one key: whose it is, and from when on nobody's."""
+    """What the contract says about one row: whose it is, and from when on nobody's."""
 
     grant: Grant | None = None
     taken_until: float = 0.0
     highest: int = 0
 
     def current(self, now: float) -> Grant | None:
-        """Return the grant that holds the key, if its time isn't over."""
+        """Return the grant that holds the row, if its time isn't over."""
         return self.grant if self.grant and self.grant.until > now else None
 
     def taken(self, now: float) -> bool:
         return self.current(now) is not None or self.taken_until > now
+
+    def owned(self, owner: str | None, now: float) -> bool:
+        """Tell whether this owner has it, and can enter again."""
+        grant = self.current(now)
+        return grant is not None and grant.owner == owner
 
     def free(self, until: float) -> None:
         self.grant, self.taken_until = None, until
 
 
 @dataclass
-class Proof:
-    """A lease that was given out, and its grant."""
+class Part:
+    """A lease, the row that it is of, and its grant."""
 
     lease: Lease
-    key: str
+    row: str
     grant: Grant
+
+
+@dataclass
+class Proof:
+    """What was given out: a lease, or those of several keys."""
+
+    taken: Lease | Leases
+    parts: list[Part]
     open: bool = field(default=True)
 
 
 class Locks(RuleBasedStateMachine):
-    """Drives locks on a backend, and the model beside them."""
+    """Drives locks on a backend, and the model beside them.
+
+    On single keys, on two or three at once, and on permits.
+    """
 
     alias: str
 
@@ -222,88 +249,176 @@ class Locks(RuleBasedStateMachine):
     def start(self) -> None:
         self.prefix = f"locks:{next(RUNS)}:"
         self.now = 0.0
-        self.keys = {key: Reference() for key in ("a", "A")}
+        self.rows = {row: Reference() for row in ROWS}
         self.proofs: list[Proof] = []
 
     def teardown(self) -> None:
         for proof in getattr(self, "proofs", []):
             with suppress(LockError):
-                proof.lease.release()
+                proof.taken.release()
+
+    def is_current(self, part: Part) -> bool:
+        """Is the grant of this lease the one that has the row?"""
+        return self.rows[part.row].current(self.now) is part.grant
 
     def is_good(self, proof: Proof) -> bool:
-        """Is this lease open and its grant the one that has the key?"""
-        return proof.open and self.keys[proof.key].current(self.now) is proof.grant
+        """Is it open, and does it have all its rows?"""
+        return proof.open and all(map(self.is_current, proof.parts))
 
     def one(self, data: st.DataObject) -> Proof:
         return data.draw(st.sampled_from(self.proofs))
 
-    @rule(key=KEYS, owner=OWNERS, lease=LEASES, cools=COOLING)
-    def acquire(self, key: str, owner: str, lease: int, cools: int) -> None:
-        lock = distributed_lock(
-            self.prefix + key,
-            owner=owner,
-            lease=lease,
-            renew=False,
-            hold_at_least=cools,
-            backend=self.alias,
-        )
-        reference, found = self.keys[key], lock.try_acquire()
-        grant = reference.current(self.now)
-        if reference.taken(self.now) and (grant is None or grant.owner != owner):
+    def lock(self, *keys: str, **options: Any) -> Any:
+        names = [self.prefix + key for key in keys]
+        return distributed_lock(*names, backend=self.alias, **options)
+
+    def enter(self, row: str, lease: Lease, how: tuple[str | None, int, int]) -> Part:
+        """Note that a row was granted, or entered again."""
+        owner, length, cools = how
+        reference, token = self.rows[row], lease.fencing_token
+        assert token is not None
+        if not reference.owned(owner, self.now):
+            assert not reference.taken(self.now)
+            assert token > reference.highest
+            reference.grant = Grant(owner, token, cools, self.now)
+            reference.highest = token
+        grant = reference.grant
+        assert grant is not None
+        assert token == grant.token
+        grant.holds += 1
+        grant.extend(self.now, length)
+        return Part(lease, row, grant)
+
+    def leave(self, part: Part) -> None:
+        """Note that one of a current grant's holds was given back."""
+        part.grant.holds -= 1
+        if not part.grant.holds:
+            self.rows[part.row].free(part.grant.since + part.grant.cools)
+
+    @rule(key=KEYS, owner=WHO, lease=LEASES, cools=COOLING)
+    def acquire(self, key: str, owner: str | None, lease: int, cools: int) -> None:
+        terms = {"owner": owner, "lease": lease, "hold_at_least": cools}
+        found = self.lock(key, **terms, renew=False).try_acquire()
+        reference = self.rows[key]
+        if reference.taken(self.now) and not reference.owned(owner, self.now):
             assert found is None
             return
         assert found is not None
-        assert found.fencing_token is not None
-        if grant is None:
-            assert found.fencing_token > reference.highest
-            grant = Grant(owner, found.fencing_token, cools, self.now)
-            reference.grant, reference.highest = grant, grant.token
-        assert found.fencing_token == grant.token
-        grant.holds += 1
-        grant.extend(self.now, lease)
-        self.proofs.append(Proof(found, key, grant))
+        part = self.enter(key, found, (owner, lease, cools))
+        self.proofs.append(Proof(found, [part]))
+
+    @rule(keys=SETS, owner=WHO, lease=LEASES, cools=COOLING)
+    def acquire_several(
+        self, keys: list[str], owner: str | None, lease: int, cools: int
+    ) -> None:
+        terms = {"owner": owner, "lease": lease, "hold_at_least": cools}
+        found = self.lock(*keys, **terms, renew=False).try_acquire()
+        had: list[Reference] = []
+        for row in sorted(set(keys)):
+            reference = self.rows[row]
+            if reference.owned(owner, self.now):
+                had.append(reference)
+            elif reference.taken(self.now):
+                assert found is None
+                self.give_back(had, sorted(set(keys)), owner, lease, cools)
+                return
+        assert found is not None
+        several = found if isinstance(found, Leases) else {found.key: found}
+        assert list(several) == [self.prefix + row for row in sorted(set(keys))]
+        parts = [
+            self.enter(row, several[self.prefix + row], (owner, lease, cools))
+            for row in sorted(set(keys))
+        ]
+        self.proofs.append(Proof(found, parts))
+
+    def give_back(
+        self,
+        had: list[Reference],
+        rows: list[str],
+        owner: str | None,
+        lease: int,
+        cools: int,
+    ) -> None:
+        """Note what remains of a set that did not become complete."""
+        for row in rows:
+            reference = self.rows[row]
+            if reference in had and reference.grant is not None:
+                # To enter again is to renew.
+                reference.grant.extend(self.now, lease)
+            elif reference.taken(self.now):
+                return
+            elif owner is not None:
+                # Others of this owner may have used it.
+                reference.free(self.now + cools)
+
+    @rule(owner=WHO, permits=PERMITS, lease=LEASES, cools=COOLING)
+    def acquire_permit(
+        self, owner: str | None, permits: int, lease: int, cools: int
+    ) -> None:
+        terms = {"owner": owner, "lease": lease, "hold_at_least": cools}
+        lock = self.lock(POOL, permits=permits, renew=False, **terms)
+        found = lock.try_acquire()
+        rows = {row: self.rows[row] for row in row_keys(POOL, permits)}
+        mine = [row for row in rows if rows[row].owned(owner, self.now)]
+        free = [row for row in rows if not rows[row].taken(self.now)]
+        if not mine and not free:
+            assert found is None
+            return
+        assert found is not None
+        row = row_key(POOL, found.permit)
+        assert row in (mine or free)
+        part = self.enter(row, found, (owner, lease, cools))
+        self.proofs.append(Proof(found, [part]))
 
     @precondition(lambda self: self.proofs)
     @rule(data=st.data(), lease=LEASES)
     def renew(self, data: st.DataObject, lease: int) -> None:
         proof = self.one(data)
+        # What is known to be lost isn't asked for, nor is the rest of it.
+        asked = proof.taken.held
         if self.is_good(proof):
-            proof.lease.renew(lease)
-            proof.grant.extend(self.now, lease)
+            assert asked
+            proof.taken.renew(lease)
         else:
             with pytest.raises(LeaseLost):
-                proof.lease.renew(lease)
+                proof.taken.renew(lease)
+        for part in proof.parts:
+            if asked and self.is_current(part):
+                part.grant.extend(self.now, lease)
 
     @precondition(lambda self: self.proofs)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         proof = self.one(data)
-        good, proof.open = self.is_good(proof), False
-        assert proof.lease.release() is good
-        if good:
-            proof.grant.holds -= 1
-            if not proof.grant.holds:
-                until = proof.grant.since + proof.grant.cools
-                self.keys[proof.key].free(until)
+        good, was_open = self.is_good(proof), proof.open
+        proof.open = False
+        assert proof.taken.release() is good
+        for part in proof.parts:
+            # Those that were not lost are given back.
+            if was_open and self.is_current(part):
+                self.leave(part)
 
     @precondition(lambda self: self.proofs and backends[self.alias].has_guard)
     @rule(data=st.data())
     def guard(self, data: st.DataObject) -> None:
         proof = self.one(data)
-        # It asks the row, not the clock: overdue and not taken over passes.
-        passes = proof.open and self.keys[proof.key].grant is proof.grant
+        # It asks the rows, not the clock: overdue and not taken over passes.
+        passes = proof.open and all(
+            self.rows[part.row].grant is part.grant for part in proof.parts
+        )
         with suppress(LeaseLost), transaction.atomic():
-            proof.lease.guard()
+            proof.taken.guard()
             assert passes
             return
         assert not passes
 
-    @rule(key=KEYS)
-    def force_release(self, key: str) -> None:
-        reference, backend = self.keys[key], backends[self.alias]
+    @rule(row=st.sampled_from(ROWS))
+    def force_release(self, row: str) -> None:
+        reference, backend = self.rows[row], backends[self.alias]
         force = getattr(backend, "force_release", locks.force_release)
+        key, permit = apart(self.prefix + row)
         there = reference.grant is not None or reference.taken(self.now)
-        assert force(self.prefix + key) is there
+        assert force(key, permit=permit) is there
         if there:
             reference.free(self.now)
             reference.highest += 1
@@ -311,17 +426,18 @@ class Locks(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         clear_locks(self.alias)
-        for key, reference in self.keys.items():
+        for reference in self.rows.values():
             if reference.grant is not None or reference.taken(self.now):
                 reference.free(self.now)
                 reference.highest += 1
-            assert not self.lock(key).locked()
+        assert not self.lock("a", "A", "b").locked()
+        assert not self.lock(POOL, permits=3).locked()
 
     @precondition(lambda self: backends[self.alias].has_guard)
     @rule()
     def prune(self) -> None:
         locks.filter(key__startswith=self.prefix).prune(older_than=0)
-        for reference in self.keys.values():
+        for reference in self.rows.values():
             if not reference.taken(self.now):
                 reference.free(0.0)
 
@@ -330,26 +446,34 @@ class Locks(RuleBasedStateMachine):
         move_clock(seconds, backend=self.alias)
         self.now += seconds
 
-    def lock(self, key: str) -> Lock:
-        return distributed_lock(self.prefix + key, backend=self.alias)
-
-    @precondition(lambda self: hasattr(self, "keys"))
+    @precondition(lambda self: hasattr(self, "rows"))
     @invariant()
     def locks_agree(self) -> None:
-        for key, reference in self.keys.items():
-            assert self.lock(key).locked() is reference.taken(self.now)
+        taken = {row: reference.taken(self.now) for row, reference in self.rows.items()}
+        for key in ("a", "A", "b"):
+            assert self.lock(key).locked() is taken[key]
+        assert self.lock("a", "b").locked() is (taken["a"] or taken["b"])
+        for number in (2, 3):
+            all_taken = all(taken[row] for row in row_keys(POOL, number))
+            assert self.lock(POOL, permits=number).locked() is all_taken
+
+    @precondition(lambda self: hasattr(self, "rows"))
+    @invariant()
+    def leases_agree(self) -> None:
         for proof in self.proofs:
-            held, grant = proof.lease.held, proof.grant
-            if not proof.open or grant.known_until <= self.now:
-                assert not held
-            elif self.is_good(proof):
-                assert held
-            # Forced, it may not know it yet; but what was lost never comes back.
-            assert not (held and grant.lost)
-            grant.lost = grant.lost or (proof.open and not held)
+            for part in proof.parts:
+                held, grant = part.lease.held, part.grant
+                if not proof.open or grant.known_until <= self.now:
+                    assert not held
+                elif self.is_current(part):
+                    assert held
+                # Forced, it may not know it yet; but what was lost never comes back.
+                assert not (held and grant.lost)
+                grant.lost = grant.lost or (proof.open and not held)
+            assert proof.taken.held is all(part.lease.held for part in proof.parts)
 
 
 def test_locks_follow_the_model(backend: str) -> None:
     """Every sequence of verbs on locks and leases does what the contract says."""
     machine = type("Locks", (Locks,), {"alias": backend})
-    run_state_machine_as_test(machine, settings=FEW)
+    run_state_machine_as_test(machine, settings=MANY)
