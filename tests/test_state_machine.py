@@ -174,7 +174,7 @@ PERMITS = st.sampled_from([2, 3])
 POOL = "p"
 #: What the machine locks: three keys, and the permits of another one.
 ROWS = ["a", "A", "b", *row_keys(POOL, 3)]
-MANY = settings(FEW, max_examples=40, stateful_step_count=30)
+MANY = settings(FEW, max_examples=30, stateful_step_count=25)
 
 
 @dataclass

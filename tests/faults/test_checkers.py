@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.factories import AccountFactory, let_expire
 from tests.faults import clocks
 from tests.faults.crew import Crew, Member
 from tests.faults.history import check, lost_updates
+from tests.faults.kinds import Asked, grants_in, row_of
+from tests.faults.kinds import kinds as each_kind
 from tests.timing import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -23,31 +26,72 @@ def kinds(crew: Crew) -> set[str]:
     return {fault.kind for fault in check(crew.history())}
 
 
-def test_planted_overlap(crew: Crew, key: str) -> None:
-    """A row that somebody puts back under its holder is granted twice."""
-    until = time.monotonic() + DEADLINE
-    holder = crew.fork("hold", key=key, until=until, lease=10)
-    holder.expect("held")
-    let_expire(key)
-    second = crew.fork("hold", key=key, until=until, lease=10)
+@each_kind
+def test_planted_overlap(crew: Crew, key: str, kind: str) -> None:
+    """A row that somebody puts back under its holder is granted twice.
+
+    It may be one of a set, whose other key is none the worse for it; of permits, more
+    have one than there are.
+    """
+    asked = Asked.of_kind(kind, key)
+    row = {**asked.told, "until": time.monotonic() + DEADLINE, "lease": 10}
+    holders = crew.fork_all("hold", [row] * asked.permits)
+    for holder in holders:
+        holder.expect("held")
+    robbed = row_of(grants_in(holders[0].told)[0])
+    let_expire(robbed)
+    told = row if kind == "permits" else {**row, "key": robbed}
+    second = crew.fork("hold", **told)
     second.expect("held")
-    seen = len(holder.told)
-    crew.until(lambda: len(holder.told) > seen + 1, what="the holder's belief")
-    assert kinds(crew) == {"overlap"}
+    seen = {holder: len(holder.told) for holder in holders}
+    crew.until(
+        lambda: all(len(holder.told) > n + 2 for holder, n in seen.items()),
+        what="the holders' belief",
+    )
+    assert kinds(crew) == {"overlap"} | ({"crowd"} if kind == "permits" else set())
 
 
-@pytest.mark.parametrize(
-    ("back", "kind"), [(1, "repeated token"), (2, "token went back")]
-)
-def test_planted_token(crew: Crew, key: str, back: int, kind: str) -> None:
-    """A row whose version is lowered gives a token again, or a smaller one."""
-    for _ in range(2):
-        crew.finish([crew.fork("wait", key=key, timeout=DEADLINE)])
+def test_planted_permit(crew: Crew, key: str) -> None:
+    """Who gets a permit though all are had, one that there is not, makes a crowd."""
+    row = {"key": key, "until": time.monotonic() + DEADLINE, "lease": 10}
+    holders = crew.fork_all("hold", [{**row, "permits": 3}] * 3)
+    for holder in holders:
+        holder.expect("held")
+    seen = [len(holder.told) for holder in holders]
+    crew.until(
+        lambda: all(len(h.told) > n + 2 for h, n in zip(holders, seen, strict=True)),
+        what="the holders' belief",
+    )
     assert not kinds(crew)
-    rows = QuerySet(DistributedLock).filter(pk=key)
-    rows.update(version=F("version") - back)
-    crew.finish([crew.fork("wait", key=key, timeout=DEADLINE)])
-    assert kind in kinds(crew)
+    for told in crew.told():
+        if told["event"] == "grant":
+            told["permits"] = 2
+    assert kinds(crew) == {"crowd", "no such permit"}
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("back", "kind_of_fault"), [(1, "repeated token"), (2, "token went back")]
+)
+def test_planted_token(
+    crew: Crew, key: str, kind: str, back: int, kind_of_fault: str
+) -> None:
+    """A row whose version is lowered gives a token again, or a smaller one."""
+    asked = Asked.of_kind(kind, key)
+    row = {**asked.told, "timeout": DEADLINE}
+    with ExitStack() as others:
+        # All permits but one are taken.
+        for number in range(1, asked.permits):
+            others.enter_context(asked.hold(number))
+        for _ in range(2):
+            crew.finish([crew.fork("wait", **row)])
+        assert not kinds(crew)
+        rows = QuerySet(DistributedLock).filter(pk__in=asked.rows, owner="")
+        # One of a set is enough.
+        lowered = rows.order_by("key").values_list("pk", flat=True)[0]
+        rows.filter(pk=lowered).update(version=F("version") - back)
+        crew.finish([crew.fork("wait", **row)])
+    assert kind_of_fault in kinds(crew)
 
 
 def test_planted_lost_update(crew: Crew, key: str) -> None:
