@@ -16,9 +16,6 @@ EXPORTS = 2
 EXPORT_LOCK = "shop:export"
 """The key of which there are so many permits."""
 
-PERMIT = "\x1f"
-"""What sets off the number of a permit from its key, in the table."""
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -58,8 +55,7 @@ def _all(keys: list[str] | None = None) -> dict[str, Seen]:
         rows = rows.filter(key__in=keys)
     found = {}
     for row in rows:
-        key, _, permit = row.key.partition(PERMIT)
-        lock = Seen(key, int(permit) if permit else None, State(row.state))
+        lock = Seen(row.lock_key, row.permit, State(row.state))
         if lock.taken:
             remaining = max(0.0, row.remaining)
             lock = replace(lock, since=row.acquired_at, remaining=remaining)
@@ -79,11 +75,10 @@ def van_lock(product_id: int) -> str:
 
 def export_locks() -> list[Line]:
     """Return a line for each permit to export."""
-    keys = [f"{EXPORT_LOCK}{PERMIT}{permit}" for permit in range(EXPORTS)]
-    found = _all(keys)
+    found = {lock.permit: lock for lock in _all().values() if lock.key == EXPORT_LOCK}
     return [
-        Line(found.get(key, Seen(EXPORT_LOCK, permit)), f"Export {permit + 1}")
-        for permit, key in enumerate(keys)
+        Line(found.get(permit, Seen(EXPORT_LOCK, permit)), f"Export {permit + 1}")
+        for permit in range(EXPORTS)
     ]
 
 
