@@ -480,3 +480,14 @@ def test_cleaner_ends_what_hangs_and_nothing_else(
             assert young.held
         assert hung.release() is False
         assert hung.lost_reason == "forced"
+
+
+def test_cleaner_ends_permits_that_hang(recipe: Callable[[str], Recipe]) -> None:
+    """Each permit is judged by itself."""
+    with hold_elsewhere("export", permits=2, lease=4 * 3600) as hung:
+        move_clock(2 * 3600 + 1)
+        with hold_elsewhere("export", permits=2, lease=3600) as young:
+            ended = recipe("end_what_hangs")()
+            assert ended == [f"export, permit {hung.permit}"]
+            assert young.held
+        assert hung.release() is False
