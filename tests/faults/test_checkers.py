@@ -69,9 +69,14 @@ def test_planted_permit(crew: Crew, key: str) -> None:
     assert kinds(crew) == {"crowd", "no such permit"}
 
 
-@each_kind
 @pytest.mark.parametrize(
-    ("back", "kind_of_fault"), [(1, "repeated token"), (2, "token went back")]
+    ("kind", "back", "kind_of_fault"),
+    [
+        ("key", 1, "repeated token"),
+        ("key", 2, "token went back"),
+        ("set", 1, "repeated token"),
+        ("permits", 2, "token went back"),
+    ],
 )
 def test_planted_token(
     crew: Crew, key: str, kind: str, back: int, kind_of_fault: str
