@@ -264,6 +264,26 @@ def test_owner_has_one_permit(several: Make, key: str, other: OtherThread) -> No
     assert not lock.locked()
 
 
+def test_owner_enters_the_permit_that_is_left(
+    several: Make, backend: str, key: str
+) -> None:
+    """Who has two permits, since there were fewer, and lost one enters the other."""
+    elsewhere = [hold_elsewhere(key, permits=2, backend=backend) for _ in range(2)]
+    first, second = sorted((h.__enter__() for h in elsewhere), key=lambda h: h.permit)
+    mine = several(key, permits=3).acquire(timeout=0)
+    assert first.release()
+    lower = several(key, permits=2).acquire(timeout=0)
+    assert (mine.permit, lower.permit) == (2, 0)
+    force = getattr(
+        backends[backend], "force_release", DistributedLock.objects.force_release
+    )
+    assert force(key, permit=0)
+    again = several(key, permits=3).acquire(timeout=0)
+    assert (again.permit, again.fencing_token) == (2, mine.fencing_token)
+    assert lower.lost_reason == "forced"
+    assert all(lease.release() for lease in (again, mine, second))
+
+
 @pytest.mark.database_backend
 def test_owner_in_another_process_has_the_same_permit(
     several: Make, key: str, workers: Workers

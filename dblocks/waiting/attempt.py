@@ -92,8 +92,10 @@ class Attempt(Claim):
             The hold, with one more acquisition counted, or who has the key instead.
         """
         patience = self.give_up - clock.monotonic()
-        hold = self.own_hold()
-        if hold is not None and hold.enter_again(self, patience):
+        while (hold := self.own_hold()) is not None:
+            # One that turns out to be lost may leave the owner another permit.
+            if not hold.enter_again(self, patience):
+                continue
             self.reentered = True
             if not registry.watches(hold):
                 # Its leases were forgotten.
