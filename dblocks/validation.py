@@ -70,7 +70,7 @@ def _counted(values: Iterable[Any]) -> list[Any]:
     if not found:
         raise InvalidKey("keys must not be empty: there is nothing to lock")
     if len(found) > MAX_KEYS:
-        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}")
+        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}: more were given")
     return found
 
 
