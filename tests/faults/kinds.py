@@ -57,8 +57,9 @@ class Asked:
         return distributed_lock(*self.keys, permits=self.permits, **options)
 
     def hold(self, number: int = 1) -> Any:
-        """Take it in this process, as another owner for each number."""
-        return self.lock(owner=f"holder {number}").acquire(timeout=0)
+        """Take it in this thread: as its owner for 0, else as another one."""
+        owner = f"holder {number}" if number else None
+        return self.lock(owner=owner).acquire(timeout=0)
 
 
 def each(taken: Any) -> list[Any]:

@@ -41,7 +41,7 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
     for batch in range(counts(1, 12)):
         asked = [
             Asked.of_kind(kind, f"{key}:{batch}:{kind}:{number}")
-            for number in range(pick(2, 4))
+            for number in range(pick(1, 4))
             for kind in KINDS
         ]
         # All permits are taken, else nobody would have to wait.
@@ -60,6 +60,8 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
                 for row in table
             ],
         )
+        for waiter in waiters:
+            waiter.expect("asks")
         ends = {}
         for holder in holders:
             holder.kill()
@@ -131,9 +133,11 @@ def hand_off(crew: Crew, key: str, kind: str, victim: int | None) -> float:
         for number in range(asked.permits):
             held.enter_context(asked.hold(number))
         waiters = crew.fork_all("wait", [{**asked.told, "timeout": 20}] * 3)
-        born = time.monotonic()
+        for waiter in waiters:
+            waiter.expect("asks")
+        began = time.monotonic()
         # Any of them may be the first of the queue, or not be there yet.
-        crew.until(lambda: time.monotonic() > born + 0.2)
+        crew.until(lambda: time.monotonic() > began + 0.2)
         if victim is not None:
             waiters[victim].kill()
         before = sum(stored(name).version for name in asked.rows)

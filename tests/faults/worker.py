@@ -513,6 +513,8 @@ def wait(
     key: str | list[str], timeout: float, hold: float = 0.0, **options: Any
 ) -> None:
     """Wait for a key, or several, take it, give it back."""
+    connection.ensure_connection()
+    emit("asks")
     with granted(key, timeout, **options):
         time.sleep(hold)
 
