@@ -177,7 +177,8 @@ def slow_key(key: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
     execute = CursorWrapper.execute
 
     def slow(self: CursorWrapper, sql: str, params: Any = None) -> Any:
-        if params is not None and f"{key}:slow" in params:
+        values = params.values() if isinstance(params, dict) else params or ()
+        if f"{key}:slow" in values:
             reached.set()
             over.wait(DEADLINE)
         return execute(self, sql, params)

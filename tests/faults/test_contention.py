@@ -147,7 +147,7 @@ def test_new_keys_are_raced_for(crew: Crew, key: str, figures: Figures) -> None:
 
     One of a set, in whichever order its keys are given; of two permits two.
     """
-    processes, apart, number = pick(6, 64), pick(0.05, 0.15), counts(18, 1002)
+    processes, apart, number = pick(6, 64), pick(0.05, 0.15), counts(18, 3000)
     keys = [Asked.of_kind(KINDS[n % 3], f"{key}:{n}") for n in range(number)]
     for chunk in range(0, number, 100):
         names = [to_choose(one) for one in keys[chunk : chunk + 100]]

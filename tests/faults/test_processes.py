@@ -38,10 +38,10 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
     So it has a set of keys, whose holder died, or the permit of one that died.
     """
     lease, delays = 1.0, []
-    for batch in range(counts(1, 12)):
+    for batch in range(counts(1, 30)):
         asked = [
             Asked.of_kind(kind, f"{key}:{batch}:{kind}:{number}")
-            for number in range(pick(1, 4))
+            for number in range(pick(2, 4))
             for kind in KINDS
         ]
         # All permits are taken, else nobody would have to wait.
