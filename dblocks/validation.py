@@ -11,11 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from .exceptions import InvalidKey
 from .permits import MAX_PERMITS, SEPARATOR, row_key, row_keys
+
+T = TypeVar("T")
 
 MAX_KEY = 255
 MAX_KEYS = 1000
@@ -57,21 +58,21 @@ def keys(values: object) -> tuple[str, ...]:
     """Return the names of locks that are taken together."""
     if not isinstance(values, Iterable):
         raise InvalidKey(f"key must be a str or an iterable of them, not {values!r}")
-    return tuple(key(value) for value in _counted(values))
+    return _counted(tuple(map(key, values)))
 
 
 def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
     """Return the keys that name a lock; what makes one is called later."""
-    return tuple(v if callable(v) else key(v) for v in _counted(values))
+    return _counted(tuple(v if callable(v) else key(v) for v in values))
 
 
-def _counted(values: Iterable[Any]) -> list[Any]:
-    found = list(islice(values, MAX_KEYS + 1))
-    if not found:
+def _counted(values: tuple[T, ...]) -> tuple[T, ...]:
+    if not values:
         raise InvalidKey("keys must not be empty: there is nothing to lock")
-    if len(found) > MAX_KEYS:
-        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}: more were given")
-    return found
+    number = len(set(values))
+    if number > MAX_KEYS:
+        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}, not {number:,}")
+    return values
 
 
 def permits(value: object, keys: tuple[Key, ...]) -> int:

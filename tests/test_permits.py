@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from zlib import crc32
 
 import pytest
 from django.db import connection, connections, transaction
@@ -136,6 +137,44 @@ def test_explicit_owner(export: Export, other: OtherThread) -> None:
     assert theirs.held
     assert other.do(theirs.release) is True
     assert not export(1).locked()
+
+
+@pytest.mark.database_backend
+def test_owner_meets_itself(
+    export: Export,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose co-owner got another permit in the same instant has that one."""
+    from dblocks.backends.database import table
+
+    both = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    with export(3, owner="me") as lease:
+        assert lease.permit == 2
+    # Where "me" begins is taken, and is free a moment later.
+    with ExitStack() as taken:
+        first, last = threads(), threads()
+        begun = crc32(b"me") % 2
+        blocking = next(lease for lease in both if lease.permit == begun)
+        next(lease for lease in both if lease is not blocking).release()
+        read_all, found = table.read_all, list[Lease]()
+
+        def read_then_grant(*arguments: Any) -> Any:
+            seen = read_all(*arguments)
+            if threading.current_thread() is main and not found:
+                found.append(blocking)
+                first.do(blocking.release)
+                found.append(last.do(export(2, owner="me").acquire, timeout=0))
+            return seen
+
+        main = threading.current_thread()
+        monkeypatch.setattr(table, "read_all", read_then_grant)
+        mine = taken.enter_context(export(2, owner="me").acquire(timeout=0))
+        theirs = found[1]
+        assert mine.permit == theirs.permit
+        assert mine.fencing_token == theirs.fencing_token
+        assert last.do(theirs.release) is True
+        assert mine.held
 
 
 def test_other_numbers(export: Export) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -348,8 +348,9 @@ def test_bad_input(committed: None) -> None:
     """So is what the arguments say wrongly, with the value in the message."""
     with pytest.raises(InvalidKey, match="empty"):
         distributed_lock()
-    with pytest.raises(InvalidKey, match="1,000"):
+    with pytest.raises(InvalidKey, match="1,000, not 1,001"):
         distributed_lock(*map(str, range(1001)))
+    assert len(distributed_lock(*["a"] * 1001).keys) == 1001
     with pytest.raises(InvalidKey, match=r"U\+001F"):
         distributed_lock("a", "b\x1f2")
     with pytest.raises(ValueError, match="permits=2"):
@@ -407,6 +408,62 @@ def test_explicit_owner(
     for _ in range(2):
         with together(owner="me") as leases:
             assert leases.owner == "me"
+
+
+def test_entered_again_while_others_are_waited_for(
+    together: Together, names: list[str], backend: str, free: Callable[..., bool]
+) -> None:
+    """What a set had entered again is given back as what it was; it cools."""
+    first, second, last = sorted(names)
+    outer = together(first, hold_at_least=60).acquire()
+
+    def release() -> None:
+        outer.release()
+        connections.close_all()
+
+    releasing = threading.Timer(0.3, release)
+    with hold_elsewhere(last, backend=backend):
+        releasing.start()
+        with pytest.raises(LockTimeout):
+            together(timeout=0.8).acquire()
+        releasing.join()
+        assert free(second)
+        assert not free(first)
+
+
+@pytest.mark.database_backend
+def test_set_of_two_owners_ids(
+    together: Together, names: list[str], free: Callable[..., bool]
+) -> None:
+    """A set may share one key by its owner's id and another with a co-owner."""
+    first, second = sorted(names)[:2]
+    outer = together(first).acquire()
+    both = together(first, second, owner=outer.owner).acquire()
+    # In another process.
+    theirs = DistributedLock.objects.acquire(second, owner=outer.owner, lease=60)
+    assert theirs is not None
+    assert outer.release() is True
+    assert both.release() is True
+    assert free(first)
+    assert not free(second)
+    assert DistributedLock.objects.release(
+        second, owner=outer.owner, version=theirs.version
+    )
+    assert free(second)
+
+
+def test_loop_that_is_closed(
+    together: Together, names: list[str], backend: str, free: Callable[..., bool]
+) -> None:
+    """A closed event loop takes a waiting set along: what it had lapses."""
+    loop = asyncio.new_event_loop()
+    with hold_elsewhere(max(names), backend=backend):
+        waiting = loop.create_task(together(lease=0.6).aacquire(timeout=None))
+        loop.run_until_complete(asyncio.sleep(0.4))
+        assert not free(min(names))
+        loop.close()
+        eventually(lambda: free(min(names)), what="the end of the lease")
+        waiting.get_coro().close()
 
 
 def test_cooling(
@@ -585,6 +642,91 @@ def test_rows_of_which_one_is_leased(
             assert rows is None
     with lock as rows:
         assert len(rows) == 3
+
+
+@pytest.fixture
+def leased_in_between(
+    names: list[str],
+    threads: Callable[[], OtherThread],
+    committed: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[list[Any]]:
+    """Lease the first key between the look at the rows and their being locked."""
+    from dblocks.backends.database import row_locks
+
+    holder, select = threads(), row_locks._select
+    leases: list[Any] = []
+
+    def lease_then_select(*arguments: Any, **options: Any) -> Any:
+        if not leases:
+            lock = distributed_lock(min(names))
+            leases.extend([holder.do(lock.acquire, timeout=0), holder])
+        return select(*arguments, **options)
+
+    monkeypatch.setattr(row_locks, "_select", lease_then_select)
+    yield leases
+    for lease in leases[:1]:
+        holder.do(lease.release)
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "own transaction"])
+def test_lease_in_between(
+    names: list[str],
+    leased_in_between: list[Any],
+    threads: Callable[[], OtherThread],
+    joined: bool,
+    committed: None,
+) -> None:
+    """Who has a lease on one key can have the next: nobody waits in a circle."""
+    if connection.vendor == "sqlite":
+        pytest.skip("a transaction has the one writer's lock")
+    waiting = threads()
+
+    def lock_rows() -> None:
+        outer = transaction.atomic() if joined else nullcontext()
+        with outer, transaction_lock(*names, timeout=DEADLINE) as rows:
+            assert len(rows) == 3
+
+    done = waiting.start(lock_rows)
+    eventually(lambda: len(leased_in_between) == 2, what="the lease")
+    first, holder = leased_in_between
+    if joined and connection.vendor == "mysql" and with_snapshots():
+        # The leased row is pinned: its holder can't renew it.
+        with pytest.raises(LockTimeout):
+            done.result(SLACK)
+        return
+    with takes(0, SLACK):
+        holder.do(distributed_lock(max(names)).acquire, timeout=SLACK / 2).release()
+    holder.do(first.release)
+    done.result(DEADLINE)
+
+
+def with_snapshots() -> bool:
+    """Are the transactions of this run at REPEATABLE READ?"""
+    settings: Any = connection
+    return settings.isolation_level != "read committed"
+
+
+@pytest.mark.database_backend
+@pytest.mark.parametrize("how", ["nowait", "skip_locked", "timeout"])
+def test_rows_of_which_one_is_locked(
+    names: list[str], threads: Callable[[], OtherThread], how: str, committed: None
+) -> None:
+    """In a transaction of its own, a refused set keeps no row locked."""
+    if connection.vendor == "sqlite":
+        pytest.skip("a transaction has the one writer's lock")
+    options: dict[str, Any] = {how: 0.3 if how == "timeout" else True}
+    holder, another = threads(), threads()
+    blocking = transaction_lock(max(names))
+    holder.do(blocking.__enter__)
+    try:
+        with suppress(LockTimeout), transaction_lock(*names, **options) as rows:
+            assert rows is None
+            another.do(distributed_lock(min(names)).acquire, timeout=0).release()
+        another.do(distributed_lock(names[1]).acquire, timeout=0).release()
+    finally:
+        holder.do(blocking.__exit__, None, None, None)
 
 
 @pytest.mark.database_backend

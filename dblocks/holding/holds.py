@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ class Claim:
         by: The line of execution that asks.
         owner: The explicit owner's id, or ``None``.
         sender: The sender of the signals.
+        loop: The event loop that it asks in, if it does; closed, it takes it along.
     """
 
     backend: BaseBackend
@@ -79,6 +81,7 @@ class Claim:
     owner: str | None
     note: str
     sender: type
+    loop: AbstractEventLoop | None = field(default=None, init=False)
 
 
 class Hold:
@@ -119,7 +122,7 @@ class Hold:
         self.failing = False
         self.counted = 1
         self.written = 1
-        self.promised: Callable[[], object] = weakref.ref(claim)
+        self.promised: Callable[[], Claim | None] = weakref.ref(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
         self.renewal_bar = claim.backend.renewal_bar()
@@ -165,7 +168,8 @@ class Hold:
 
     def is_referred_to(self) -> bool:
         """Tell whether one of its open leases is in use, or about to be made."""
-        if self.promised() is not None:
+        claim = self.promised()
+        if claim is not None and not (claim.loop and claim.loop.is_closed()):
             return True
         return any(ref() is not None for ref in list(self.leases))
 
@@ -377,25 +381,28 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
             work.enter_context(hold.mutex)
         told = [hold._give_back(committed) for hold in holds]
         due = [hold for hold, held in zip(holds, told, strict=True) if held is None]
-        last = [hold for hold in due if hold.counted == 0 and not hold._end]
-        if len(last) > 1:
-            due = [hold for hold in due if hold not in last]
-            work.callback(write_together, last)
-        for hold in due:
-            work.callback(write, hold)
+        for explicit in (False, True):
+            alike = [hold for hold in due if hold.explicit is explicit]
+            last = [hold for hold in alike if hold.counted == 0 and not hold._end]
+            if len(last) > 1:
+                alike = [hold for hold in alike if hold not in last]
+                work.callback(write_together, last)
+            for hold in alike:
+                work.callback(write, hold)
     return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
 
 
-def undo_together(holds: list[Hold]) -> None:
+def undo_together(holds: list[Hold], owner: str | None = None) -> None:
     """Give back what was taken for a set that did not become complete.
 
-    What nobody else can have used doesn't cool. Raises as :meth:`Hold.release`.
+    What was granted to that owner, whose id nobody else has, doesn't cool. Raises as
+    :meth:`Hold.release`.
     """
     with ExitStack() as work:
         unused = []
         for hold in holds:
             work.enter_context(hold.mutex)
-            if hold.counted == 1 and not hold.explicit and hold.is_live():
+            if hold.grant.owner == owner and hold.counted == 1 and hold.is_live():
                 hold._give_back(committed=False)
                 unused.append(hold)
             else:

@@ -7,6 +7,7 @@ can't wait for each other in a circle.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -61,13 +62,17 @@ def _undo(found: Any) -> None:
     if isinstance(found, Hold):
         give_back(found)
     elif isinstance(found, list):
-        give_all_back(found)
+        give_all_back(found, found[0].grant.owner)
 
 
-def give_all_back(holds: list[Hold]) -> None:
-    """Undo what was taken of a set; what fails is left to lapse."""
+def give_all_back(holds: list[Hold], owner: str | None = None) -> None:
+    """Undo what was taken of a set; what fails is left to lapse.
+
+    Args:
+        owner: The id that was made for the set alone.
+    """
     try:
-        undo_together(holds)
+        undo_together(holds, owner)
     except Exception as error:
         for hold in holds:
             log_lapse(hold, error)
@@ -79,9 +84,10 @@ class _Together:
     def __init__(self, attempts: Sequence[Attempt], place: InThread) -> None:
         self.attempts = attempts
         self.place = place
-        owner = os.urandom(16).hex()
+        self.owner = os.urandom(16).hex()
         for attempt in attempts:
-            attempt.new_owner = owner
+            attempt.new_owner = self.owner
+            attempt.loop = asyncio._get_running_loop()
 
     async def get(self) -> list[Hold] | Refused:
         """Wait until all are had, or the time is over."""
@@ -150,4 +156,4 @@ class _Together:
         due = holds.copy()
         holds.clear()
         if due:
-            await self.place.call(partial(give_all_back, due))
+            await self.place.call(partial(give_all_back, due, self.owner))

@@ -75,7 +75,9 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
         first = request.permit
         for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
             answer = permit_rows.take_one(connection, request, key)
-            if isinstance(answer, Granted):
+            if isinstance(answer, Granted) and (
+                permit_rows.is_only(connection, request, answer)
+            ):
                 return answer._replace(gate=gate)
             gate.leave()
     found = table.read_all(connection, keys)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 from django.apps import apps
@@ -64,6 +65,12 @@ class _Wait:
         self.started = time.monotonic()
         self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
 
+    def of(self, key: str) -> _Wait:
+        """Return the same wait, for the row of one of the keys."""
+        one = copy(self)
+        one.keys, one.key = [key], key
+        return one
+
     @property
     def left(self) -> float:
         return max(0.0, self.give_up - time.monotonic())
@@ -110,7 +117,25 @@ def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
             f"for_update({keys[0]!r}) locks a row until the end of a transaction: call "
             f"it inside transaction.atomic(using={using!r})."
         )
-    return _locked(connection, _Wait(keys, how), fresh=False)
+    wait = _Wait(keys, how)
+    if len(keys) > 1 and dialects.of(connection).keeps_row_locks:
+        return _one_by_one(connection, wait)
+    return _locked(connection, wait, fresh=False)
+
+
+def _one_by_one(connection: Connection, wait: _Wait) -> Any:
+    """Lock rows in their order where what is locked stays so until the end.
+
+    Of too few that a statement has locked, one might be wanted by who has a lease on
+    another that is waited for here.
+    """
+    rows: dict[str, Any] = {}
+    for key in wait.keys:
+        row = _locked(connection, wait.of(key), fresh=False)
+        if row is None:
+            return None
+        rows |= row
+    return rows
 
 
 def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
@@ -144,16 +169,21 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
             try:
                 rows = _locked(connection, wait, fresh=True)
             except OperationalError as error:
-                # The snapshot is older than what the last holder wrote. Nothing was
-                # done in this transaction yet: another one begins.
+                # The snapshot is older than what the last holder wrote, or too few rows
+                # are locked. Nothing was done in this transaction yet: another begins.
                 stale = dialects.of(connection).is_stale_snapshot(error)
                 if not (stale or isinstance(error, StaleSnapshot)):
                     raise
                 if time.monotonic() >= patience:
                     raise wait.timed_out(None) from error
             else:
+                if rows is None:
+                    break
                 block.enter_context(attempt.pop_all())
                 return rows
+    # Passed over, in a transaction that has locked none of them.
+    block.enter_context(transaction.atomic(using=connection.alias))
+    return None
 
 
 def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
@@ -171,6 +201,8 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
             found = table.ensure_rows(connection, wait.keys)
         seen = wait.taken(found)
         if seen.remaining > 0:
+            if unseen:
+                _refuse_pinned_lease(connection, wait, seen)
             if not wait.left:
                 return wait.refuse(seen)
             wait.pause(seen.remaining)
@@ -188,6 +220,8 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
             or _free_rows(connection, wait).count() == len(wait.keys)
         ):
             return None
+        if fresh and dialects.of(connection).keeps_row_locks:
+            raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
         unseen += 1
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
@@ -252,9 +286,20 @@ def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -
             f"snapshot ({isolation}) was taken, which therefore can't lock it. Take "
             f"the lock before the transaction reads anything."
         )
-    # A lease was granted in the same instant, and InnoDB keeps its row locked here.
-    transaction.set_rollback(True, using=connection.alias)
-    raise wait.timed_out(seen)
+    _refuse_pinned_lease(connection, wait, seen)
+
+
+def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> None:
+    """Raise if a lease that was granted in the same instant can't be renewed.
+
+    With snapshots, InnoDB keeps its row locked here.
+    """
+    dialect = dialects.of(connection)
+    if dialect.keeps_row_locks and (
+        dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT
+    ):
+        transaction.set_rollback(True, using=connection.alias)
+        raise wait.timed_out(seen)
 
 
 # SQLite, which has no row locks
