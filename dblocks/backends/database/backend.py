@@ -39,6 +39,7 @@ from . import (
     one_writer,
     permit_rows,
     session_locks,
+    several_rows,
     table,
     transactions,
 )
@@ -142,7 +143,7 @@ class DatabaseBackend(DatabaseChecks):
                 request,
                 keys,
                 patience=self._least(patience),
-                again=table.take_all_again,
+                again=several_rows.take_again,
             )
         except OperationalError as error:
             if not self._is_busy(error):
@@ -158,7 +159,7 @@ class DatabaseBackend(DatabaseChecks):
         if not dialects.of(connection).has_row_locks:
             return one_writer.take_all(connection, request, keys)
         request.queued = not self._has_session_locks(connection)
-        return table.take_all(connection, request, keys)
+        return several_rows.take(connection, request, keys)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         least = self._least(patience)
@@ -203,11 +204,11 @@ class DatabaseBackend(DatabaseChecks):
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
-        again = partial(table.release_all_again, deadline=deadline)
-        return self._run(table.release_all, grants, count, again=again)
+        again = partial(several_rows.release_again, deadline=deadline)
+        return self._run(several_rows.release, grants, count, again=again)
 
     def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
-        self._run(table.undo_all, grants)
+        self._run(several_rows.undo, grants)
 
     def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
         using = self.using

@@ -15,7 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ...permits import row_keys
 from ..gates import GateClosed
 from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
-from . import permit_rows, table, transactions
+from . import permit_rows, several_rows, table, transactions
 from .file_locks import FileLock, gate_of
 
 MOST_GATES = 32
@@ -99,7 +99,7 @@ def take_all(
                 queue = None if key in gates else _queue(connection, key)
                 if key not in seen or not _is_free(seen[key], queue):
                     return None
-        granted = table.take_all(connection, request, keys)
+        granted = several_rows.take(connection, request, keys)
         if granted is not None and len(gates) == len(keys):
             granted = [each._replace(gate=gates[each.grant.key]) for each in granted]
             gates = {}

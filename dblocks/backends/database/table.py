@@ -29,12 +29,14 @@ from .execution import (
     fetch,
     inserted,
     new_version,
-    new_versions,
     write,
 )
 from .fields import as_utc
 
 T = TypeVar("T")
+
+ROUNDING = 0.001
+"""Seconds by which what is read of an expiry may be less than what was written."""
 
 _BATCH_SIZES = 1, 16, 250
 """How many leases one statement renews; fewer fill up the next larger size."""
@@ -117,66 +119,6 @@ def _terms(request: Request) -> Values:
     }
 
 
-def take_all(
-    connection: Connection, request: Request, keys: Sequence[str]
-) -> list[Granted] | None:
-    """Grant several keys that have rows and are free, all or none of them.
-
-    Args:
-        request: For whom, and how; its own key is of no account.
-    """
-    dialect = dialects.of(connection)
-    if request.explicit and not dialect.returns_rows:
-        # What has just been granted couldn't be told from what the owner has anyway.
-        return None
-    sql, values = granting(connection, request, "grant_all", len(keys))
-    values |= numbered(keys)
-    values["database"] = str(connection.settings_dict["NAME"])
-    try:
-        if dialect.returns_rows:
-            granted = new_versions(connection, sql, values)
-        elif changes(connection, sql, values):
-            versions = _texts(connection).versions(len(keys))
-            granted = dict(fetch(connection, versions, values))
-        else:
-            return None
-    except DatabaseError as error:
-        if not dialect.means_taken(error):
-            raise
-        return None
-    return _complete(connection, request, keys, granted)
-
-
-def take_all_again(
-    connection: Connection, request: Request, keys: Sequence[str]
-) -> list[Granted] | None:
-    """The same after an attempt that may have been carried out."""
-    if request.explicit:
-        return None
-    values = {"owner": request.owner, **numbered(keys)}
-    granted = dict(fetch(connection, _texts(connection).versions(len(keys)), values))
-    return _complete(connection, request, keys, granted)
-
-
-def _complete(
-    connection: Connection, request: Request, keys: Sequence[str], granted: Any
-) -> list[Granted] | None:
-    """Return the grants, or undo those that are there if some are missing."""
-    if len(granted) == len(keys):
-        owner, limit = request.owner, request.max_hold
-        return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
-    if granted:
-        values = {"owner": request.owner, **numbered(keys)}
-        execute(connection, _texts(connection).undo(len(keys)), values)
-    return None
-
-
-def undo_all(connection: Connection, grants: Sequence[Grant]) -> None:
-    """End grants of one owner that nobody has used; none of them cools."""
-    values = {"owner": grants[0].owner, **numbered([grant.key for grant in grants])}
-    execute(connection, _texts(connection).undo(len(grants)), values)
-
-
 def numbered(keys: Sequence[str]) -> Values:
     return {f"key{number}": key for number, key in enumerate(keys)}
 
@@ -248,39 +190,6 @@ def release(connection: Connection, grant: Grant, count: int | None = None) -> b
     return write(connection, name, grant, count=count)
 
 
-def release_all(
-    connection: Connection, grants: Sequence[Grant], count: int | None = None
-) -> set[Grant]:
-    """:func:`release` for several, in one statement; those that were current."""
-    dialect = dialects.of(connection)
-    sql = statements.of(dialect).release_all(len(grants), count == 0)
-    values = {"count": count, **_all_slots(grants)}
-    if dialect.returns_rows:
-        released = set(fetch(connection, sql, values, again=True))
-        return {grant for grant in grants if (grant.key, grant.version) in released}
-    changed, _ = execute(connection, sql, values)
-    if changed == len(grants):
-        return set(grants)
-    seen = read_all(connection, [grant.key for grant in grants])
-    return {
-        grant
-        for grant in grants
-        if grant.key in seen
-        and seen[grant.key].version == grant.version
-        and seen[grant.key].owner in {"", grant.owner}
-    }
-
-
-def release_all_again(
-    connection: Connection,
-    grants: Sequence[Grant],
-    count: int | None,
-    deadline: float,
-) -> set[Grant]:
-    """The same after an attempt that may have been carried out."""
-    return {g for g in grants if release_again(connection, g, count, deadline)}
-
-
 def release_again(
     connection: Connection, grant: Grant, count: int | None, deadline: float
 ) -> bool:
@@ -313,7 +222,7 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
     Returns those that are not current.
     """
     sql = _texts(connection).pin(len(grants))
-    pinned = set(fetch(connection, sql, _all_slots(grants)))
+    pinned = set(fetch(connection, sql, all_slots(grants)))
     return [grant for grant in grants if (grant.key, grant.version) not in pinned]
 
 
@@ -362,7 +271,7 @@ def _filled_up(items: Sequence[T]) -> list[T]:
     return [*items, *[items[-1]] * (size - len(items))]
 
 
-def _all_slots(grants: Sequence[Grant]) -> Values:
+def all_slots(grants: Sequence[Grant]) -> Values:
     return {
         f"{name}{number}": value
         for number, grant in enumerate(grants)
@@ -374,23 +283,30 @@ def _renew_batch(
     connection: Connection, grants: Sequence[Grant], lease: float, *how: bool
 ) -> set[Grant]:
     slots = _filled_up(grants)
-    values = {"lease": lease, **_all_slots(slots)}
+    values = {"lease": lease, **all_slots(slots)}
     dialect = dialects.of(connection)
     sql = statements.of(dialect).renew(len(slots), *how)
     if dialect.returns_rows:
         # A key alone may be the row of the successor, which is renewed along.
         renewed = set(fetch(connection, sql, values))
         return {grant for grant in grants if (grant.key, grant.version) in renewed}
+    sent = time.monotonic()
     changed, _ = execute(connection, sql, values)
     if changed == len(grants):
         return set(grants)
     if len(grants) == 1:
         return set()
-    # The count doesn't say which are gone or locked.
-    middle = len(grants) // 2
-    halves = grants[:middle], grants[middle:]
-    done = [_renew_batch(connection, half, lease, *how) for half in halves]
-    return set().union(*done)
+    # The count doesn't say which are gone or locked. Those that last as long from when
+    # this was sent are extended; hundreds may be released at the same time.
+    seen = read_all(connection, [grant.key for grant in grants])
+    left = lease - (time.monotonic() - sent) - ROUNDING
+    return {
+        grant
+        for grant in grants
+        if (it := seen.get(grant.key)) is not None
+        and (it.owner, it.version) == (grant.owner, grant.version)
+        and it.remaining >= min(left, it.limit - ROUNDING)
+    }
 
 
 def ensure_floor(connection: Connection) -> None:

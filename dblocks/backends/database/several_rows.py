@@ -1,0 +1,114 @@
+"""Several keys at once: granted all or none, released in one statement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import DatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
+from ..values import Grant, Granted, Request
+from . import dialects, statements, table
+from .execution import changes, execute, fetch, new_versions
+
+
+def _texts(connection: Connection) -> statements.Statements:
+    return statements.of(dialects.of(connection))
+
+
+def take(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
+    """Grant several keys that have rows and are free, all or none of them.
+
+    Args:
+        request: For whom, and how; its own key is of no account.
+    """
+    dialect = dialects.of(connection)
+    if request.explicit and not dialect.returns_rows:
+        # What has just been granted couldn't be told from what the owner has anyway.
+        return None
+    sql, values = table.granting(connection, request, "grant_all", len(keys))
+    values |= table.numbered(keys)
+    values["database"] = str(connection.settings_dict["NAME"])
+    try:
+        if dialect.returns_rows:
+            granted = new_versions(connection, sql, values)
+        elif changes(connection, sql, values):
+            versions = _texts(connection).versions(len(keys))
+            granted = dict(fetch(connection, versions, values))
+        else:
+            return None
+    except DatabaseError as error:
+        if not dialect.means_taken(error):
+            raise
+        return None
+    return _complete(connection, request, keys, granted)
+
+
+def take_again(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
+    """The same after an attempt that may have been carried out."""
+    if request.explicit:
+        return None
+    values = {"owner": request.owner, **table.numbered(keys)}
+    versions = _texts(connection).versions(len(keys))
+    granted = dict(fetch(connection, versions, values))
+    return _complete(connection, request, keys, granted)
+
+
+def _complete(
+    connection: Connection, request: Request, keys: Sequence[str], granted: Any
+) -> list[Granted] | None:
+    """Return the grants, or undo those that are there if some are missing."""
+    if len(granted) == len(keys):
+        owner, limit = request.owner, request.max_hold
+        return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
+    if granted:
+        values = {"owner": request.owner, **table.numbered(keys)}
+        execute(connection, _texts(connection).undo(len(keys)), values)
+    return None
+
+
+def undo(connection: Connection, grants: Sequence[Grant]) -> None:
+    """End grants of one owner that nobody has used; none of them cools."""
+    values = {
+        "owner": grants[0].owner,
+        **table.numbered([grant.key for grant in grants]),
+    }
+    execute(connection, _texts(connection).undo(len(grants)), values)
+
+
+def release(
+    connection: Connection, grants: Sequence[Grant], count: int | None = None
+) -> set[Grant]:
+    """:func:`.table.release` for several, in one statement; those that were current."""
+    dialect = dialects.of(connection)
+    sql = statements.of(dialect).release_all(len(grants), count == 0)
+    values = {"count": count, **table.all_slots(grants)}
+    if dialect.returns_rows:
+        released = set(fetch(connection, sql, values, again=True))
+        return {grant for grant in grants if (grant.key, grant.version) in released}
+    changed, _ = execute(connection, sql, values)
+    if changed == len(grants):
+        return set(grants)
+    seen = table.read_all(connection, [grant.key for grant in grants])
+    return {
+        grant
+        for grant in grants
+        if grant.key in seen
+        and seen[grant.key].version == grant.version
+        and seen[grant.key].owner in {"", grant.owner}
+    }
+
+
+def release_again(
+    connection: Connection,
+    grants: Sequence[Grant],
+    count: int | None,
+    deadline: float,
+) -> set[Grant]:
+    """The same after an attempt that may have been carried out."""
+    return {g for g in grants if table.release_again(connection, g, count, deadline)}
