@@ -398,6 +398,9 @@ def undo_together(holds: list[Hold], owner: str | None = None) -> None:
     What was granted to that owner, whose id nobody else has, doesn't cool. Raises as
     :meth:`Hold.release`.
     """
+    for hold in holds:
+        # An interrupt in what follows may keep those who asked alive for a while.
+        hold.promised = nobody
     with ExitStack() as work:
         unused = []
         for hold in holds:
