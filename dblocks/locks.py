@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from . import clock, signals, validation
 from .advice import warn_of_template
-from .backends.values import FOREVER
+from .backends.values import FOREVER, first_free
 from .conf import backends
 from .decorators.functions import LeaseCalls
 from .exceptions import LockTimeout
@@ -153,11 +154,9 @@ class Lock(Generic[L]):
         that is cooling counts as locked. What a ``transaction_lock`` holds can't be
         seen without waiting for it.
         """
-        backend = backends[self.backend]
-        return any(
-            backend.look(row_keys(key, self.permits)).remaining > 0
-            for key in self._distinct()
-        )
+        rows = [row_keys(key, self.permits) for key in self._distinct()]
+        seen = backends[self.backend].read_all(list(chain.from_iterable(rows)))
+        return any(first_free(seen, keys).remaining > 0 for keys in rows)
 
     async def aacquire(self, timeout: object = UNSET) -> L:
         """:meth:`acquire` for async code; waits without holding a thread."""

@@ -486,6 +486,14 @@ def test_locked(together: Together, names: list[str], backend: str) -> None:
     assert not together().locked()
 
 
+@pytest.mark.database_backend
+def test_locked_is_one_statement(together: Together, names: list[str]) -> None:
+    """However many keys are asked about."""
+    with together() as leases, CaptureQueriesContext(connection) as queries:
+        assert together(*leases).locked()
+    assert sum("SELECT" in query["sql"] for query in queries) == 1
+
+
 def test_signals(together: Together, names: list[str]) -> None:
     """Each key has signals of its own."""
     said: list[tuple[str, str]] = []

@@ -80,17 +80,24 @@ class BaseBackend(ABC):
                 whose other holds this process can't see.
         """
 
-    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
-        """Look at the row of a key, or at those of its permits.
+    def read_all(
+        self, keys: Sequence[str], patience: float | None = None
+    ) -> dict[str, Reading]:
+        """:meth:`read` for several keys; those that were ever taken.
 
         Args:
             patience: For how many seconds faults that pass may be sat out; by default
                 for the engine's own time.
+        """
+        return {key: seen for key in keys if (seen := self.read(key)) is not None}
+
+    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+        """Look at the row of a key, or at those of its permits.
 
         Returns:
             Who has the key; of permits, the one that is free first.
         """
-        return first_free({key: self.read(key) or Reading() for key in keys})
+        return first_free(self.read_all(keys, patience), keys)
 
     @abstractmethod
     def read(self, key: str) -> Reading | None:

@@ -89,7 +89,7 @@ class LocMemBackend(BaseBackend):
             row = self._table.row(key)
             again = row.expires_at > now
             if again and row.owner != request.owner:
-                return first_free({key: _reading(row, now)})
+                return first_free({key: _reading(row, now)}, [key])
             grant = Grant(key, request.owner, row.version + (not again))
             if again:
                 counted = max(0, row.hold_count - request.forfeits(grant)) + 1

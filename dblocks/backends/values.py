@@ -5,7 +5,7 @@ Durations are seconds; moments are of the local clock unless a name says otherwi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple
@@ -116,11 +116,11 @@ class Reading:
         return self.version == grant.version + 1 and self.acquired_at is None
 
 
-def first_free(seen: Mapping[str, Reading]) -> Reading:
-    """Return what was seen of the row that is free first, by key."""
-    key = min(seen, key=lambda key: seen[key].remaining)
-    permit = apart(key)[1]
-    return seen[key] if permit is None else replace(seen[key], permit=permit)
+def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
+    """Return what was seen of the row that is free first; one that isn't there is."""
+    free = Reading()
+    key = min(keys, key=lambda key: seen.get(key, free).remaining)
+    return replace(seen.get(key, free), permit=apart(key)[1])
 
 
 class Waiters(NamedTuple):

@@ -31,7 +31,6 @@ from ..values import (
     Renewal,
     Renewed,
     Request,
-    first_free,
 )
 from . import (
     dialects,
@@ -182,13 +181,11 @@ class DatabaseBackend(DatabaseChecks):
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)
 
-    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+    def read_all(
+        self, keys: Sequence[str], patience: float | None = None
+    ) -> dict[str, Reading]:
         least = None if patience is None else self._least(patience)
-        how: dict[str, Any] = {"writes": False, "patience": least}
-        if len(keys) == 1:
-            return self._run(table.read, keys[0], **how) or Reading()
-        seen = self._run(table.read_all, keys, **how)
-        return first_free({key: seen.get(key, Reading()) for key in keys})
+        return self._run(table.read_all, keys, writes=False, patience=least)
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
@@ -328,7 +325,7 @@ class DatabaseBackend(DatabaseChecks):
         keys = [grant.key for grant in grants]
         try:
             if dialects.of(connection).has_row_locks:
-                return self._run(table.read_all, keys, writes=False)
+                return self.read_all(keys)
             with reading_beside(connection) as beside:
                 return table.read_all(beside, keys)
         except DatabaseError:

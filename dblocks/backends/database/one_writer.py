@@ -80,8 +80,7 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
             ):
                 return answer._replace(gate=gate)
             gate.leave()
-    found = table.read_all(connection, keys)
-    seen = first_free({key: found.get(key, Reading()) for key in keys})
+    seen = first_free(table.read_all(connection, keys), keys)
     return permit_rows.take(connection, request) if _is_free(seen, queue) else seen
 
 

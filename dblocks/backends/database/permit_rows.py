@@ -38,7 +38,7 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
         # meet at one row, which tells the second that the owner has it.
         key = mine or next(free, None)
         if key is None:
-            return first_free(seen)
+            return first_free(seen, keys)
         answer = take_one(connection, request, key)
         if isinstance(answer, Granted):
             if mine is not None or is_only(connection, request, answer):
@@ -81,7 +81,7 @@ def _take(connection: Connection, request: Request) -> Granted | Reading:
             seen = table.read_all(connection, keys)
             missing = [key for key in keys if key not in seen]
             if not missing:
-                return first_free(seen)
+                return first_free(seen, keys)
             # Many may begin at the same moment.
             grant = table.create(connection, request, random.choice(missing))
         if grant is not None:

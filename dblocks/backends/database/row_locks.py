@@ -77,8 +77,9 @@ class _Wait:
 
     def taken(self, seen: Mapping[str, Reading]) -> Reading:
         """Return what was seen of the key that is taken for longest, and note it."""
-        self.key = max(self.keys, key=lambda key: seen[key].remaining)
-        return seen[self.key]
+        free = Reading()
+        self.key = max(self.keys, key=lambda key: seen.get(key, free).remaining)
+        return seen.get(self.key, free)
 
     def pause(self, longest: float) -> None:
         """Sleep between two looks at a lease, the longer the longer it has lasted."""
@@ -312,8 +313,7 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     the holder from releasing.
     """
     while True:
-        found = run(connection.alias, table.read_all, wait.keys)
-        seen = wait.taken({key: found.get(key, Reading()) for key in wait.keys})
+        seen = wait.taken(run(connection.alias, table.read_all, wait.keys))
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:
@@ -335,8 +335,7 @@ def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
     with reading_beside(connection) as beside:
         while True:
-            found = table.read_all(beside, wait.keys)
-            seen = wait.taken({key: found.get(key, Reading()) for key in wait.keys})
+            seen = wait.taken(table.read_all(beside, wait.keys))
             if seen.remaining <= 0:
                 break
             if not wait.left:
