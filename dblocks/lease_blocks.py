@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import (
     DEFAULT_DB_ALIAS,
     DatabaseError,
-    InterfaceError,
     connections,
     transaction,
 )
@@ -248,7 +247,7 @@ class LeaseBlock(ABC):
                     lost.key,
                     lost.reason,
                 )
-        except (DatabaseError, InterfaceError) as error:
+        except self._backend.errors as error:
             self._log_lapse(error)
 
     def _release_now(self) -> bool:
@@ -297,7 +296,7 @@ class LeaseBlock(ABC):
     def _leave(self, exc_type: type[BaseException] | None) -> None:
         try:
             self._release_or_defer()
-        except (DatabaseError, InterfaceError) as error:
+        except self._backend.errors as error:
             self._forsake()
             self._log_lapse(error)
         self._raise_if_lost(exc_type)
@@ -314,10 +313,11 @@ class LeaseBlock(ABC):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, *exc_info: Any
     ) -> None:
+        # RuntimeError: no thread can be started.
+        errors: tuple[type[Exception], ...] = (*self._backend.errors, RuntimeError)
         try:
             await self.arelease()
-        except (DatabaseError, InterfaceError, RuntimeError) as error:
-            # RuntimeError: no thread can be started.
+        except errors as error:
             self._forsake()
             self._log_lapse(error)
         self._raise_if_lost(exc_type)

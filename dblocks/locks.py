@@ -202,6 +202,12 @@ class Lock(Generic[L]):
         wait = self.timeout if timeout is UNSET else validation.timeout(timeout)
         lease = backend.lease if isinstance(self.lease, Unset) else self.lease
         max_hold = FOREVER if self.max_hold is None else self.max_hold
+        backend.check_terms(
+            lease=lease,
+            renew=self.renew,
+            hold_at_least=self.hold_at_least,
+            owner=self.owner,
+        )
         by = by or owners.current()
         how = terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
         note = validation.literal("note", self.note)

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, InterfaceError
 
 from . import clock, validation
 from .conf import DEFAULT_ALIAS, backends
@@ -84,7 +83,7 @@ class hold_elsewhere:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
             self._leases.pop()._release_now()
-        except (DatabaseError, InterfaceError):
+        except backends[self._lock.backend].errors:
             # The block may have broken the test's transaction: its error counts.
             if exc is None:
                 raise

@@ -223,15 +223,20 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
         servers: dict[str | None, services.Server] = {}
+        engines: dict[str | None, dict[str, str]] = {None: {}}
         runs = []
         for configuration in selected:
             kind = configuration.server
             if kind is not None and kind not in servers:
                 servers[kind] = stack.enter_context(services.SERVERS[kind]())
+            engine = configuration.engine
+            if engine is not None and engine not in engines:
+                engines[engine] = stack.enter_context(services.engine(engine))
             parts = divided(configuration, options, arguments)
             for number, (expected, selection) in enumerate(parts, 1):
                 name = f"{configuration.name}-{number}"
                 environment = configuration.environment(folder, servers.get(kind), name)
+                environment |= engines[engine]
                 run = Run(name, python, selection, environment, folder, expected)
                 runs.append(run)
         # Last the short ones, lest one processor be idle while a long one ends.

@@ -60,6 +60,32 @@ BRIEF = CORE - {
 The others are about time, threads and processes. An old Python has them on SQLite.
 """
 
+CONTRACT = {
+    "async",
+    "async_threads",
+    "explicit_owners",
+    "input",
+    "interrupts",
+    "lease",
+    "lock",
+    "losses",
+    "observability",
+    "ownership",
+    "permits",
+    "reentrant_code",
+    "releases_in_threads",
+    "renewal_races",
+    "sets_and_permits",
+    "settings",
+    "several_keys",
+    "signals",
+    "state_machine",
+    "testing_support",
+    "transaction_ends",
+    "transactions",
+}
+"""The modules with tests of what every engine promises."""
+
 ONCE = {
     "admin_browser": "mariadb",  # a browser and our pages; drawn from few rows
     "architecture": "sqlite",  # the text of the source
@@ -126,6 +152,8 @@ class Configuration:
 
     name: str
     server: str | None = None
+    #: The engine that the contract suite runs on, beside a database for the data.
+    engine: str | None = None
     isolation: str = "read committed"
     #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
     sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
@@ -151,7 +179,7 @@ class Configuration:
             "DATABASE_URL": urls[0],
             "DATABASE_ISOLATION": self.isolation,
             "SQLITE_OPTIONS": ",".join(self.sqlite),
-            "OTHER_BACKENDS": "locmem" if self.name == ONCE["locmem"] else "",
+            "CONTRACT_BACKENDS": self.contract_backends,
             # Which makes everything take half as long again.
             "PYTHONDEVMODE": "1" if self.name == "sqlite" else "",
             # Looking at each allocation for mistakes of C code costs a tenth of the
@@ -162,8 +190,17 @@ class Configuration:
             environment["LOCKS_DATABASE_URL"] = urls[1]
         return environment
 
+    @property
+    def contract_backends(self) -> str:
+        """The aliases in DBLOCKS of what the contract suite runs on."""
+        if self.engine is not None:
+            return self.engine
+        return "default,locmem" if self.name == ONCE["locmem"] else "default"
+
     def modules(self, *, brief: bool, short: bool) -> list[str]:
         """What is run on it, unless told what to run."""
+        if self.engine is not None:
+            return sorted(CONTRACT)
         return [
             name
             for name in MODULES
@@ -187,6 +224,7 @@ CONFIGURATIONS = {
         Configuration("sqlite-wal", sqlite=("WAL",), core=True),
         Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
         Configuration("sqlite-memory", core=True),
+        Configuration("redis", engine="redis"),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
         Configuration("faults-sqlite", faults=True),

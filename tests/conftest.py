@@ -22,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "database_backend: about the table; not for the other backends"
     )
+    config.addinivalue_line(
+        "markers",
+        "needs(*abilities): not applicable to engines that declare to lack one",
+    )
     if settings.DATABASES["default"]["NAME"] == ":memory:":
         # Django never closes a connection to a database in memory, and Python 3.13
         # complains about each, in the tests and after the last one, when pytest's own

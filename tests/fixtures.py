@@ -21,6 +21,7 @@ from django.db import connection, connections
 from django.test.utils import setup_databases, teardown_databases
 
 from dblocks import Lease, Lock, LockError, distributed_lock
+from dblocks.conf import backends
 from tests.processes import Fleet, Workers
 from tests.timing import DEADLINE
 
@@ -72,17 +73,38 @@ def committed(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run what takes a backend on each; on the database's alone what is marked so."""
     if "backend" in metafunc.fixturenames:
-        aliases = ["default"]
-        if metafunc.definition.get_closest_marker("database_backend") is None:
-            aliases += settings.OTHER_BACKENDS
+        aliases = settings.CONTRACT_BACKENDS
+        if metafunc.definition.get_closest_marker("database_backend") is not None:
+            aliases = ["default"]
         metafunc.parametrize("backend", aliases, indirect=True)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what isn't about the engines that the contract suite runs on."""
+    if "default" in settings.CONTRACT_BACKENDS:
+        return
+    chosen = [
+        item
+        for item in items
+        if getattr(item, "callspec", None) is not None
+        and item.callspec.params.get("backend") in settings.CONTRACT_BACKENDS
+    ]
+    config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
+    items[:] = chosen
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
     """Return the alias of the engine under test, with its storage ready."""
+    alias = str(request.param)
+    for marker in request.node.iter_markers("needs"):
+        for ability in marker.args:
+            if not getattr(backends[alias], ability):
+                pytest.skip(f"not applicable: {alias} declares {ability} = False")
     request.getfixturevalue("committed")
-    return str(request.param)
+    return alias
 
 
 @pytest.fixture

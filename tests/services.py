@@ -26,7 +26,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
@@ -477,6 +477,20 @@ class Redis(Server):
 SERVERS: dict[str, type[Server]] = {
     server.name: server for server in (MariaDB, PostgreSQL, Redis)
 }
+
+
+@contextlib.contextmanager
+def engine(name: str) -> Iterator[dict[str, str]]:
+    """Run the servers of an engine of locks, which the environment names then."""
+    with contextlib.ExitStack() as stack:
+        match name:
+            case "redis":
+                yield {"REDIS_URL": stack.enter_context(Redis()).url()}
+            case "redlock":
+                urls = [stack.enter_context(Redis()).url() for _ in range(5)]
+                yield {"REDLOCK_URLS": ",".join(urls)}
+            case _:
+                raise ServerError(f"There is no engine {name!r}.")
 
 
 def free_port() -> int:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from testproject.settings import *  # noqa: F403
-from testproject.settings import DATABASES, env
 from testproject.settings import INSTALLED_APPS as PROJECT_APPS
+from testproject.settings import env
 
 INSTALLED_APPS = [*PROJECT_APPS, "tests.testapp"]
 
-SQLITE = DATABASES["default"]["ENGINE"].endswith("sqlite3")
-
-#: Aliases in DBLOCKS for which the contract suite runs besides the database's. What
-#: needs no database is tried beside one SQLite, not beside every database.
-OTHER_BACKENDS = env.list("OTHER_BACKENDS", default=["locmem"] if SQLITE else [])
+#: Aliases in DBLOCKS of the engines that the contract suite runs on.
+CONTRACT_BACKENDS = env.list("CONTRACT_BACKENDS", default=["default", "locmem"])
 
 DBLOCKS = {
-    alias: {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}
-    for alias in OTHER_BACKENDS
+    "locmem": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"},
 }
+if "REDIS_URL" in env:
+    DBLOCKS["redis"] = {
+        "BACKEND": "dblocks.backends.redis.RedisBackend",
+        "LOCATION": env.str("REDIS_URL"),
+    }
+if "REDLOCK_URLS" in env:
+    DBLOCKS["redlock"] = {
+        "BACKEND": "dblocks.backends.redis.RedisBackend",
+        "LOCATION": env.list("REDLOCK_URLS"),
+    }
+if "ZOOKEEPER_HOSTS" in env:
+    DBLOCKS["zookeeper"] = {
+        "BACKEND": "dblocks.backends.zookeeper.ZooKeeperBackend",
+        "LOCATION": env.str("ZOOKEEPER_HOSTS"),
+    }

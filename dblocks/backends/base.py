@@ -5,15 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
-from django.db import NotSupportedError
+from django.db import DatabaseError, InterfaceError, NotSupportedError
 
 from .. import validation
 from .gates import Gate
-from .values import Grant, Granted, Reading, Renewal, Renewed, Request, first_free
+from .values import (
+    Entry,
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    Waiters,
+    first_free,
+)
 
 
 class Renewer(Protocol):
@@ -37,16 +48,28 @@ class BaseBackend(ABC):
     has_table = False
     #: Whether a look at a key costs no server anything.
     is_local = False
-    #: Names that ``OPTIONS`` may have.
-    option_names: frozenset[str] = frozenset()
+    #: Whether an explicit owner may be at work in several processes.
+    has_shared_owners = True
+    #: Whether a key can stay taken after it was released early.
+    has_cooling = True
+    #: What it raises when it can't be reached, or can't do what it was asked to.
+    errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
+    #: Names that its entry in ``DBLOCKS`` may have besides those of every engine.
+    setting_names: frozenset[str] = frozenset()
+    #: Names that ``OPTIONS`` may have; ``None`` for those of another library.
+    option_names: frozenset[str] | None = frozenset()
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         self.alias = alias
         self.options: dict[str, Any] = config["OPTIONS"]
-        known = {"BACKEND", "LEASE", "TIMEOUT", "OPTIONS"}
+        known = {"BACKEND", "LEASE", "TIMEOUT", "OPTIONS", *self.setting_names}
+        options = self.option_names
         for place, unknown in [
             (f"DBLOCKS[{alias!r}]", set(config) - known),
-            (f"DBLOCKS[{alias!r}]['OPTIONS']", set(self.options) - self.option_names),
+            (
+                f"DBLOCKS[{alias!r}]['OPTIONS']",
+                set() if options is None else set(self.options) - options,
+            ),
         ]:
             if unknown:
                 raise ImproperlyConfigured(
@@ -57,6 +80,11 @@ class BaseBackend(ABC):
             self.timeout = validation.timeout(config["TIMEOUT"], "TIMEOUT")
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
+
+    def check_terms(  # noqa: B027
+        self, *, lease: float, renew: bool, hold_at_least: float, owner: str | None
+    ) -> None:
+        """Raise ``NotSupportedError`` or ``ValueError`` for what it can't promise."""
 
     # What every engine must have
 
@@ -190,6 +218,32 @@ class BaseBackend(ABC):
         The grants stay pinned until the outermost of them has ended.
         """
         raise NotImplementedError
+
+    # Operators
+
+    def entries(self, key: str | None = None) -> Iterable[Entry]:
+        """Return what the engine knows of all locks, or of a key and its permits."""
+        raise NotSupportedError(f"The backend {self.alias!r} can't list its locks.")
+
+    def waiters(self, key: str) -> Waiters:
+        """Tell who waits for a key, as far as the engine knows."""
+        return Waiters()
+
+    def force_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        older_than: float | timedelta | None = None,
+        by: object = None,
+        reason: str = "",
+        permit: int | None = None,
+    ) -> bool:
+        """Free a key over its holder's head, and fence the holder off.
+
+        As the method of that name of ``DistributedLock.objects``.
+        """
+        raise NotSupportedError(f"The backend {self.alias!r} can't force a release.")
 
     # Checks
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+QUEUE_FOR = 1.2
+"""Seconds for which one queues at a gate; a signal is not noticed in the meantime."""
+
+QUEUE_BRIEFLY = 0.4
+"""The same while the key is free or soon will be: who has the gate may be stopped."""
+
 
 class Gate(ABC):
     """A queue for one key that spans processes; one object an attempt.
@@ -14,10 +20,20 @@ class Gate(ABC):
 
     #: Whether the caller has it.
     held = False
+    #: Whether it is had only while the key is free, or a permit of it.
+    is_bell = False
     #: Whether others are told that who has it waits, and doesn't hold the key.
     shows_waiter = False
     #: The shortest wait, in seconds, that the engine can count.
     shortest = 0.0
+
+    def patience(self, remaining: float) -> float:
+        """Return for how long, in seconds, to queue before the next look at the key.
+
+        Args:
+            remaining: Seconds until the key is free by itself.
+        """
+        return QUEUE_FOR if remaining > QUEUE_FOR else QUEUE_BRIEFLY
 
     @abstractmethod
     def enter(self, seconds: float) -> None:

@@ -61,7 +61,8 @@ class Request:
             in another thread or process.
         forfeits: Says, once, how many holds of a grant of that owner were lost here
             and not given back.
-        queued: The caller has the key's gate; otherwise it yields to those that queue.
+        gate: The key's gate, at which the caller queues or which it has.
+        queued: The caller has that gate; otherwise it yields to those that queue.
     """
 
     key: str
@@ -73,6 +74,7 @@ class Request:
     note: str = ""
     explicit: bool = False
     forfeits: Callable[[Grant], int] = lambda grant: 0
+    gate: Gate | None = None
     queued: bool = False
     permits: int = 1
     permit: int = 0
@@ -121,6 +123,33 @@ def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
     free = Reading()
     key = min(keys, key=lambda key: seen.get(key, free).remaining)
     return replace(seen.get(key, free), permit=apart(key)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A lock, or one of its permits, as operators see it, by the engine's clock.
+
+    Attributes:
+        key: The row's, of which :func:`dblocks.permits.apart` tells the permit.
+        remaining: Seconds until the key is free by itself; 0 or less: it is.
+    """
+
+    key: str
+    owner: str = ""
+    holder: str = ""
+    note: str = ""
+    hold_count: int = 0
+    version: int | None = None
+    acquired_at: datetime | None = None
+    expires_at: datetime | None = None
+    remaining: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """``held``, ``expired``, ``cooling`` or ``free``."""
+        if self.remaining > 0:
+            return "held" if self.owner else "cooling"
+        return "expired" if self.owner else "free"
 
 
 class Waiters(NamedTuple):

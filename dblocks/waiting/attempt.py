@@ -10,6 +10,7 @@ from zlib import crc32
 
 from .. import clock
 from ..backends.base import BaseBackend
+from ..backends.gates import Gate
 from ..backends.values import FOREVER, Reading, Request
 from ..holding.holds import Claim, Hold
 from ..holding.registry import registry
@@ -82,11 +83,11 @@ class Attempt(Claim):
             and version in (None, hold.grant.version)
         )
 
-    def make(self, queued: bool = False) -> Hold | Reading:
+    def make(self, gate: Gate | None = None) -> Hold | Reading:
         """Ask for the key once.
 
         Args:
-            queued: The key's gate is this one's.
+            gate: The key's gate, at which this one queues or which it has.
 
         Returns:
             The hold, with one more acquisition counted, or who has the key instead.
@@ -110,7 +111,7 @@ class Attempt(Claim):
                 seen = self._seen_in_test(latest)
                 if seen is not None:
                     return seen
-        request = self.request(queued)
+        request = self.request(gate)
         sent = clock.monotonic()
         answer = self.backend.try_acquire(request, patience)
         if isinstance(answer, Reading):
@@ -145,7 +146,7 @@ class Attempt(Claim):
         last = _last_permits.get((self.backend, self.key), self.permits)
         return last if last < self.permits else random.randrange(self.permits)
 
-    def request(self, queued: bool = False) -> Request:
+    def request(self, gate: Gate | None = None) -> Request:
         """Return what the engine is asked for."""
         terms = self.terms
         request = Request(
@@ -157,7 +158,8 @@ class Attempt(Claim):
             self.by.holder,
             self.note,
             explicit=self.owner is not None,
-            queued=queued,
+            gate=gate,
+            queued=gate is not None and gate.held,
             permits=self.permits,
         )
         if self.permits > 1:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from .. import clock, forks
 from ..backends.base import BaseBackend
+from ..backends.gates import QUEUE_FOR
 from ..backends.values import Reading
 from ..holding.registry import registry
 
@@ -20,14 +21,11 @@ LOOK_EVERY = 0.0005
 LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been taken for long."""
 
-QUEUE_FOR = 1.2
-"""Seconds for which one queues at a gate; a signal is not noticed in the meantime."""
-
-QUEUE_BRIEFLY = 0.4
-"""The same while the key is free or soon will be: who has the gate may be stopped."""
-
 NEWS = 2 * QUEUE_FOR
-"""Seconds for which what the first waiter has seen is good enough for the others."""
+"""Seconds for which what the first waiter has seen is good enough for the others.
+
+Not counted is the time for which it queues at a gate.
+"""
 
 
 def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
@@ -102,12 +100,18 @@ class WaitQueue:
     def __init__(self) -> None:
         self.waiters: deque[Waiter] = deque()
         self._seen: tuple[Reading, float] | None = None
+        self._good_until = 0.0
         #: The key was given back in this process since it was seen.
         self.freed = False
 
     def saw(self, reading: Reading) -> None:
         """Note what the engine said of the key."""
-        self._seen, self.freed = (reading, clock.monotonic()), False
+        now = clock.monotonic()
+        self._seen, self._good_until, self.freed = (reading, now), now + NEWS, False
+
+    def sleeps(self, seconds: float) -> None:
+        """Note that nobody will look at the key for so long."""
+        self._good_until = clock.monotonic() + seconds + NEWS
 
     def last_seen(self) -> Reading | None:
         """Return what it said of late, with the time that is left by now.
@@ -117,10 +121,10 @@ class WaitQueue:
         if self._seen is None or self.freed:
             return None
         reading, at = self._seen
-        age = clock.monotonic() - at
-        if age > NEWS:
+        now = clock.monotonic()
+        if now > self._good_until:
             return None
-        return replace(reading, remaining=reading.remaining - age)
+        return replace(reading, remaining=reading.remaining - (now - at))
 
     def is_first(self, waiter: Waiter) -> bool:
         """Tell whether it is this one's turn to ask the engine."""

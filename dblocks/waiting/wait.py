@@ -13,8 +13,6 @@ from .attempt import Attempt
 from .queue import (
     LONGEST_PAUSE,
     LOOK_EVERY,
-    QUEUE_BRIEFLY,
-    QUEUE_FOR,
     Waiter,
     WaitQueue,
     pause,
@@ -192,7 +190,8 @@ class _Wait:
                 logger.info("waiting key=%r holder=%s", self.key, seen.holder)
             # Somebody has let this one in, and the key is free in all likelihood.
             try:
-                let_in = await self._pause(seen, gate, until, now - known_since)
+                known_for = now - known_since
+                let_in = await self._pause(queue, seen, gate, until, known_for)
             except GateClosed:
                 gate = None
                 continue
@@ -200,7 +199,7 @@ class _Wait:
                 seen = await self.place.call(self._read)
                 queue.saw(seen)
             if let_in or seen.remaining <= 0 or seen.owner == attempt.owner:
-                found = await self.place.call(partial(attempt.make, _is_held(gate)))
+                found = await self.place.call(partial(attempt.make, gate))
                 if isinstance(found, Hold):
                     return found
                 seen = found
@@ -209,21 +208,28 @@ class _Wait:
                 known, known_since = seen.version, clock.monotonic()
 
     async def _pause(
-        self, seen: Reading, gate: Gate | None, until: float, known_for: float
+        self,
+        queue: WaitQueue,
+        seen: Reading,
+        gate: Gate | None,
+        until: float,
+        known_for: float,
     ) -> bool:
         """Pause before the next look; whether the key has been handed on meanwhile."""
         now = clock.monotonic()
         limit = until - now
         if seen.remaining > 0:
             limit = min(limit, seen.remaining)
-        if self.attempt.held_here(seen.version):
+        is_bell = gate is not None and gate.is_bell
+        if not is_bell and self.attempt.held_here(seen.version):
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         if gate is not None and not _is_held(gate):
-            wait = QUEUE_FOR if seen.remaining > QUEUE_FOR else QUEUE_BRIEFLY
-            wait = min(wait, until - now)
+            wait = min(gate.patience(seen.remaining), until - now)
             if wait >= gate.shortest:
+                queue.sleeps(wait)
                 await self.place.call(partial(gate.enter, wait))
-                return _is_held(gate) and clock.monotonic() - now > LOOK_EVERY
+                waited = clock.monotonic() - now > LOOK_EVERY
+                return _is_held(gate) and (waited or is_bell)
         alone = _is_held(gate)
         if gate and alone and known_for > COUNTED and not gate.shows_waiter:
             await self.place.call(partial(gate.show_waiter, True))

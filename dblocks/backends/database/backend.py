@@ -34,7 +34,6 @@ from ..values import (
 )
 from . import (
     dialects,
-    file_locks,
     one_writer,
     permit_rows,
     session_locks,
@@ -96,13 +95,9 @@ class DatabaseBackend(DatabaseChecks):
 
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         using = self.using
-        # Where autocommit is off by hand, nobody would see when to release.
-        transactions.transaction_is_open()
         keys = row_keys(request.key, request.permits)
-        for key in keys:
-            transactions.refuse_own_row_lock(using, key, certain=True)
-            if self._is_a_tests(key):
-                return Reading()
+        if self._are_a_tests(keys):
+            return Reading()
         again = permit_rows.take_again if request.permits > 1 else None
         try:
             least = self._least(patience)
@@ -131,10 +126,7 @@ class DatabaseBackend(DatabaseChecks):
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
         using = self.using
-        transactions.transaction_is_open()
-        for key in keys:
-            transactions.refuse_own_row_lock(using, key, certain=True)
-        if any(self._is_a_tests(key) for key in keys):
+        if self._are_a_tests(keys):
             return None
         try:
             answer = self._run(
@@ -222,11 +214,7 @@ class DatabaseBackend(DatabaseChecks):
     def gate(self, key: str) -> Gate | None:
         connection = connections[self.using]
         if not dialects.of(connection).has_row_locks:
-            return (
-                file_locks.gate_of(connection, key)
-                if one_writer.is_file(connection)
-                else None
-            )
+            return one_writer.gate(connection, key)
         if not self._has_session_locks(connection):
             return None
         shortest = dialects.of(connection).shortest_queueing
@@ -350,11 +338,22 @@ class DatabaseBackend(DatabaseChecks):
             place = connection, connection.atomic_blocks[0]
             self._of_tests |= dict.fromkeys(keys, place)
 
-    def _is_a_tests(self, key: str) -> bool:
-        """Tell whether a key's row may be in the transaction of another thread's test.
+    def _are_a_tests(self, keys: Sequence[str]) -> bool:
+        """Tell whether a row may be in the transaction of another thread's test.
 
         To insert it would be to wait for the end of the test.
+
+        Raises:
+            LockError: The caller's own transaction has one of them locked.
+            TransactionManagementError: Autocommit is off by hand: nobody would see
+                when to release.
         """
+        transactions.transaction_is_open()
+        for key in keys:
+            transactions.refuse_own_row_lock(self.using, key, certain=True)
+        return any(map(self._is_a_tests, keys))
+
+    def _is_a_tests(self, key: str) -> bool:
         if key not in self._of_tests:
             return False
         connection, block = self._of_tests[key]
