@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from io import StringIO
 from typing import Any
@@ -16,11 +18,17 @@ from django.core.management.base import CommandError
 from django.db import connection, connections
 from django.test import RequestFactory
 
+from dblocks import distributed_lock
 from dblocks.admin import DistributedLockAdmin
+from dblocks.backends.base import BaseBackend
+from dblocks.backends.locmem import LocMemBackend
+from dblocks.backends.values import Entry, Reading, Waiters
+from dblocks.conf import backends
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
+from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from tests.factories import LockFactory, stored
 from tests.processes import Workers
 from tests.timing import DEADLINE, eventually
@@ -642,16 +650,6 @@ def test_bad_usage_from_code() -> None:
     assert caught.value.returncode == 64
 
 
-def test_backend_without_a_table(run: Run, settings: Any) -> None:
-    """A backend that keeps no table is refused with what to write instead."""
-    settings.DBLOCKS = {
-        "memory": {"BACKEND": "dblocks.backends.locmem.LocMemBackend", "OPTIONS": {}}
-    }
-    status, _, err = run("list", "--backend", "memory")
-    assert status == 64
-    assert "--database" in err
-
-
 def test_missing_table(run: Run) -> None:
     """A database without the table is status 78 and one line."""
 
@@ -673,3 +671,326 @@ def test_help(run: Run) -> None:
     assert out.count("manage.py locks ") == 4  # the usage and three examples
     for verb in ("list", "show", "release", "prune"):
         assert run(verb, "--help")[0] == 0
+
+
+# Engines without a table
+
+
+class Silent(LocMemBackend):
+    """Can't list its locks."""
+
+    errors = (ConnectionError,)
+    entries = BaseBackend.entries  # type: ignore[assignment]
+
+
+class WithoutTokens(LocMemBackend):
+    """Has no fencing tokens, and knows who waits."""
+
+    has_fencing_tokens = False
+
+    def entries(self, key: str | None = None) -> list[Entry]:
+        return [replace(entry, version=None) for entry in super().entries(key)]
+
+    def waiters(self, key: str) -> Waiters:
+        return Waiters(3)
+
+
+class Unplugged(LocMemBackend):
+    """Lists its locks, and is out of reach for the rest."""
+
+    errors = (ConnectionError,)
+
+    def waiters(self, key: str) -> Waiters:
+        raise ConnectionError("nobody\nlistens")
+
+    def force_release(self, key: str, **how: Any) -> bool:
+        raise ConnectionError("nobody\nlistens")
+
+
+class Unreachable(Unplugged):
+    """Is out of reach, which one who iterates finds out."""
+
+    def entries(self, key: str | None = None) -> Iterable[Entry]:  # type: ignore[override]
+        yield from ()
+        raise ConnectionError("nobody\nlistens")
+
+
+@pytest.fixture
+def engine(run: Run, settings: Any, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Run the command on an engine in memory, or on the one that is the parameter."""
+    kind = getattr(request, "param", LocMemBackend)
+    path = f"{kind.__module__}.{kind.__name__}"
+    settings.DBLOCKS = {"engine": {"BACKEND": path}}
+
+    yield lambda *arguments: run(*arguments, "--backend", "engine")
+    clear_locks("engine")
+
+
+def one_of_each_in_memory() -> ExitStack:
+    """Make what :func:`one_of_each` does; the holders last as long as the block."""
+    here: dict[str, Any] = {"backend": "engine"}
+    for key, least in (("cooling", 3600), ("free", 0)):
+        distributed_lock(key, hold_at_least=least, **here).acquire().release()
+    holders = ExitStack()
+    overdue = distributed_lock("expired", lease=30, renew=False, **here).acquire()
+    holders.callback(overdue.release)
+    move_clock(40, backend="engine")
+    held = hold_elsewhere("held", lease=3600, note="at work", **here)
+    holders.enter_context(held)
+    move_clock(120, backend="engine")
+    return holders
+
+
+def permits_in_memory(*names: str) -> ExitStack:
+    holders = ExitStack()
+    for name in names:
+        held = hold_elsewhere("job", permits=3, note=name, backend="engine")
+        holders.enter_context(held)
+    return holders
+
+
+def seen(key: str) -> Reading:
+    reading = backends["engine"].read(key)
+    assert reading is not None
+    return reading
+
+
+def test_list_of_an_engine(engine: Run) -> None:
+    """The table is that of rows, and --state shows the locks in that state alone."""
+    LockFactory(held=True, key="row")
+    with one_of_each_in_memory():
+        status, out, err = engine("list")
+        assert (status, err) == (0, "")
+        head, *rows, count = out.splitlines()
+        assert head.split()[:3] == ["KEY", "STATE", "HOLDER"]
+        states = ["cooling", "expired", "free", "held"]
+        assert [row.split()[:2] for row in rows] == [[each, each] for each in states]
+        assert rows[-1].endswith("at work")
+        assert count == "4 locks"
+        for state in states:
+            found = json.loads(engine("list", "--state", state, "--json")[1])
+            assert [lock["key"] for lock in found] == [state]
+
+
+def test_json_of_an_engine(engine: Run) -> None:
+    """The shape is that of rows, by the engine's clock."""
+    with one_of_each_in_memory():
+        lock = json.loads(engine("show", "held", "--json")[1])
+        [listed] = json.loads(engine("list", "--state", "held", "--json")[1])
+        cooling = json.loads(engine("show", "cooling", "--json")[1])
+        expired = json.loads(engine("show", "expired", "--json")[1])
+        held = seen("held")
+    assert list(lock) == list(listed)
+    acquired_at, expires_at = (
+        datetime.fromisoformat(lock.pop(name).replace("Z", "+00:00"))
+        for name in ("acquired_at", "expires_at")
+    )
+    now = datetime.now(timezone.utc)
+    assert timedelta(seconds=119) < now - acquired_at < timedelta(seconds=180)
+    assert timedelta(0) < expires_at - now <= timedelta(seconds=3600)
+    assert 119 < lock.pop("age") < 180
+    assert 3400 < lock.pop("remaining") <= 3600
+    assert lock.pop("holder").endswith("held elsewhere")
+    assert lock == {
+        "key": "held",
+        "permit": None,
+        "state": "held",
+        "owner": held.owner,
+        "note": "at work",
+        "hold_count": 1,
+        "fencing_token": held.version,
+        "waiting": None,
+    }
+    assert (cooling["owner"], cooling["age"]) == ("", None)
+    assert 3400 < cooling["remaining"] < 3600
+    assert expired["remaining"] == 0
+    assert 150 < expired["age"] < 200
+
+
+def test_watch_of_an_engine(engine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--watch asks the engine anew each time."""
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        distributed_lock("later", backend="engine").acquire().release()
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    _status, out, _err = engine("list", "--watch")
+    assert [line for line in out.splitlines() if "lock" in line] == [
+        "0 locks",
+        "1 lock",
+    ]
+
+
+def test_default_engine(run: Run, settings: Any) -> None:
+    """The default backend is asked, whatever it is; --database names a table."""
+    LockFactory(held=True, key="row")
+    settings.DBLOCKS = {
+        "default": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"},
+    }
+    with hold_elsewhere("entry"):
+        assert [lock["key"] for lock in json.loads(run("list", "--json")[1])] == [
+            "entry"
+        ]
+        found = json.loads(run("list", "--json", "--database", "default")[1])
+        assert [lock["key"] for lock in found] == ["row"]
+        assert run("show", "row")[0] == 1
+    clear_locks()
+
+
+def test_permits_of_an_engine(engine: Run) -> None:
+    """They are shown apart, and one of several must be named to be released."""
+    with hold_elsewhere("jo", backend="engine"), permits_in_memory("one", "two"):
+        shown = json.loads(engine("show", "job", "--json")[1])
+        assert (shown["key"], len(shown["permits"])) == ("job", 2)
+        first, second = shown["permits"]
+        assert first["permit"] < second["permit"]
+        assert {first["note"], second["note"]} == {"one", "two"}
+        number = str(second["permit"])
+        one = json.loads(engine("show", "job", "--permit", number, "--json")[1])
+        assert one["owner"] == second["owner"]
+        assert engine("list")[1].splitlines()[0].split()[:2] == ["KEY", "PERMIT"]
+        status, out, err = engine("release", "job", "--yes")
+        assert (status, out) == (64, "")
+        assert "2 permits of the lock 'job' are taken" in err
+        status, out, _ = engine("release", "job", "--permit", number, "--yes")
+        assert (status, out.startswith(f"Released 'job', permit {number} (")) == (
+            0,
+            True,
+        )
+        assert engine("release", "job", "--permit", number, "--yes")[0] == 1
+        out = engine("release", "job", "--yes")[1]
+        assert out.startswith(f"Released 'job', permit {first['permit']} (")
+    assert engine("show", "job", "--permit", "999")[0] == 1
+
+
+def test_release_on_an_engine(engine: Run) -> None:
+    """Token and age choose the grant; the signal says who did it and why."""
+    told: list[dict[str, Any]] = []
+
+    def receive(**kwargs: Any) -> None:
+        told.append(kwargs)
+
+    with one_of_each_in_memory():
+        for arguments, words in [
+            (["held", "--fencing-token", "99"], "99"),
+            (["held", "--older-than", "2d"], "has not been held"),
+            (["free"], "is free"),
+            (["nobody's"], "there is no lock"),
+        ]:
+            status, out, err = engine("release", *arguments, "--yes")
+            assert (status, out) == (1, "")
+            assert words in err
+        token = seen("held").version
+        lock_force_released.connect(receive)
+        try:
+            status, out, _ = engine(
+                *["release", "held", "--yes", "--reason", "host is gone"],
+                *["--fencing-token", str(token), "--older-than", "60"],
+            )
+        finally:
+            lock_force_released.disconnect(receive)
+        assert status == 0
+        assert out.startswith(f"Released 'held' (fencing token {token}, ")
+        [kwargs] = told
+        assert (kwargs["backend"], kwargs["reason"]) == ("engine", "host is gone")
+        assert isinstance(kwargs["by"], str)
+        assert engine("release", "cooling", "--yes")[0] == 0
+        free = json.loads(engine("list", "--state", "free", "--json")[1])
+        assert [lock["key"] for lock in free] == ["cooling", "free", "held"]
+
+
+@pytest.mark.parametrize("engine", [LocMemBackend, WithoutTokens], indirect=True)
+def test_release_on_an_engine_asks(
+    engine: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the grant that was shown is released, with and without fencing tokens."""
+    answers = ["n", "take over", "y"]
+
+    def reply() -> str:
+        answer = answers.pop(0)
+        if answer == "take over":
+            assert backends["engine"].force_release("k")
+            holders.enter_context(hold_elsewhere("k", backend="engine"))
+            return "y"
+        return answer
+
+    monkeypatch.setattr("builtins.input", reply)
+    with ExitStack() as holders:
+        first = hold_elsewhere("k", note="at work", backend="engine")
+        holders.enter_context(first)
+        status, out, err = engine("release", "k")
+        assert (status, out) == (1, "")
+        for word in ("'k'", "at work", "[y/N]", "nothing was released"):
+            assert word in err
+        status, out, err = engine("release", "k")
+        assert (status, out) == (1, "")
+        assert "changed hands" in err
+        assert engine("release", "k")[0] == 0
+        assert not distributed_lock("k", backend="engine").locked()
+
+
+@pytest.mark.parametrize("engine", [WithoutTokens], indirect=True)
+def test_engine_without_tokens(engine: Run) -> None:
+    """Without tokens, null is shown, and none can be asked for; waiters are counted."""
+    with hold_elsewhere("k", backend="engine"):
+        shown = json.loads(engine("show", "k", "--json")[1])
+        assert (shown["fencing_token"], shown["waiting"]) == (None, 3)
+        assert "None" not in engine("show", "k")[1]
+        status, out, err = engine("release", "k", "--yes", "--fencing-token", "1")
+        assert (status, out) == (64, "")
+        assert "leave out --fencing-token" in err
+        status, out, _ = engine("release", "k", "--yes")
+        assert status == 0
+        assert "token" not in out
+    assert json.loads(engine("show", "k", "--json")[1])["waiting"] is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--older-than", "1"], ["--older-than=1", "--dry-run"]]
+)
+def test_prune_on_an_engine(engine: Run, arguments: list[str]) -> None:
+    """What has no table needs no pruning; that is bad usage, in one line."""
+    status, out, err = engine("prune", *arguments)
+    assert (status, out) == (64, "")
+    assert len(err.splitlines()) == 1
+    assert "the backend 'engine' needs no pruning" in err
+
+
+VERBS = [["list"], ["list", "--watch"], ["show", "k"], ["release", "k", "--yes"]]
+
+
+@pytest.mark.parametrize("engine", [Silent], indirect=True)
+@pytest.mark.parametrize("arguments", VERBS, ids=" ".join)
+def test_engine_that_cannot_list(engine: Run, arguments: list[str]) -> None:
+    """What an engine can't do is bad usage, in one line."""
+    status, out, err = engine(*arguments)
+    assert (status, out) == (64, "")
+    assert len(err.splitlines()) == 1
+    assert "The backend 'engine' can't list its locks" in err
+
+
+@pytest.mark.parametrize(
+    "engine", [Unreachable, Unplugged], indirect=True, ids=["at once", "later"]
+)
+@pytest.mark.parametrize("arguments", VERBS, ids=" ".join)
+def test_engine_out_of_reach(engine: Run, arguments: list[str]) -> None:
+    """An engine that doesn't answer is status 69 and one line that names it."""
+    with hold_elsewhere("k", backend="engine"):
+        status, out, err = engine(*arguments)
+    assert (status, out) == (69, "")
+    assert (
+        "the backend 'engine' is out of reach: ConnectionError: nobody listens" in err
+    )
+    assert len(err.splitlines()) == 1
+
+
+def test_engine_that_cannot_be_made(run: Run, settings: Any) -> None:
+    """A backend whose class isn't there is status 78."""
+    settings.DBLOCKS = {"engine": {"BACKEND": "no.such.Backend"}}
+    status, out, err = run("list", "--backend", "engine")
+    assert (status, out) == (78, "")
+    assert "no.such.Backend" in err

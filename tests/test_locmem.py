@@ -180,6 +180,28 @@ class TestForceRelease:
         distributed_lock(key).acquire(timeout=0).release()
 
 
+def test_entries(key: str) -> None:
+    """All locks are told, or those of a key and its permits; waiters aren't."""
+    with (
+        hold_elsewhere(key, note="plain") as plain,
+        hold_elsewhere(key, permits=2) as permit,
+        hold_elsewhere(key + "?"),
+    ):
+        assert len(table().entries()) == 3
+        found = {entry.permit: entry for entry in table().entries(key)}
+        assert set(found) == {None, permit.permit}
+        entry = found[None]
+        assert (entry.lock_key, entry.owner, entry.version, entry.note) == (
+            key,
+            plain.owner,
+            plain.fencing_token,
+            "plain",
+        )
+        assert entry.state == "held"
+        assert table().waiters(key).number is None
+    assert {entry.state for entry in table().entries(key)} == {"free"}
+
+
 def test_readable_by_a_forked_child(key: str) -> None:
     """A child sees what was held at the fork, and can't enter."""
     with distributed_lock(key):

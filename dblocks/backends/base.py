@@ -44,7 +44,7 @@ class BaseBackend(ABC):
     has_fencing_tokens = True
     #: Whether a lease can be verified inside a business transaction.
     has_guard = False
-    #: Whether the locks are rows that the admin and the commands can show.
+    #: Whether the locks are rows, which the admin can show and the commands prune.
     has_table = False
     #: Whether a look at a key costs no server anything.
     is_local = False

@@ -12,12 +12,13 @@ from typing import Any
 from django.core.checks import CheckMessage
 
 from .. import clock, forks, validation
-from ..permits import row_key, row_keys
+from ..permits import apart, row_key, row_keys
 from ..signals import announce_force_release
 from .base import BaseBackend
 from .messages import warning
 from .values import (
     FOREVER,
+    Entry,
     Grant,
     Granted,
     Reading,
@@ -169,6 +170,16 @@ class LocMemBackend(BaseBackend):
                     self._table.rows[grant.key] = replace(row, min_until=0.0)
             self.release_all(grants, count=0, deadline=deadline)
 
+    def entries(self, key: str | None = None) -> list[Entry]:
+        with self._table.mutex:
+            now = clock.monotonic()
+            rows = list(self._table.rows.items())
+        return [
+            _entry(name, row, now)
+            for name, row in rows
+            if key in (None, apart(name)[0])
+        ]
+
     def force_release(
         self,
         key: str,
@@ -238,16 +249,33 @@ def _extended(row: _Row, now: float, lease: float) -> _Row:
 
 
 def _reading(row: _Row, now: float) -> Reading:
-    acquired_at = None
-    if row.acquired_at is not None:
-        held_for = timedelta(seconds=now - row.acquired_at)
-        acquired_at = datetime.now(timezone.utc) - held_for
     return Reading(
         owner=row.owner,
         holder=row.holder,
         note=row.note,
         version=row.version,
-        acquired_at=acquired_at,
+        acquired_at=_moment(row.acquired_at, now),
         remaining=row.expires_at - now,
         limit=row.max_until - now,
     )
+
+
+def _entry(key: str, row: _Row, now: float) -> Entry:
+    return Entry(
+        key=key,
+        owner=row.owner,
+        holder=row.holder,
+        note=row.note,
+        hold_count=row.hold_count,
+        version=row.version,
+        acquired_at=_moment(row.acquired_at, now),
+        expires_at=_moment(row.expires_at, now),
+        remaining=row.expires_at - now,
+    )
+
+
+def _moment(instant: float | None, now: float) -> datetime | None:
+    """Return an instant of the local clock in UTC."""
+    if instant is None:
+        return None
+    return datetime.now(timezone.utc) + timedelta(seconds=instant - now)

@@ -129,8 +129,10 @@ def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
 class Entry:
     """A lock, or one of its permits, as operators see it, by the engine's clock.
 
+    Has what the commands ask of a row of ``DistributedLock``, under the same names.
+
     Attributes:
-        key: The row's, of which :func:`dblocks.permits.apart` tells the permit.
+        key: The row's, of which ``lock_key`` and ``permit`` are the parts.
         remaining: Seconds until the key is free by itself; 0 or less: it is.
     """
 
@@ -143,6 +145,16 @@ class Entry:
     acquired_at: datetime | None = None
     expires_at: datetime | None = None
     remaining: float = 0.0
+
+    @property
+    def lock_key(self) -> str:
+        """What is locked."""
+        return apart(self.key)[0]
+
+    @property
+    def permit(self) -> int | None:
+        """Which permit of it, from 0; ``None`` for a lock without permits."""
+        return apart(self.key)[1]
 
     @property
     def state(self) -> str:

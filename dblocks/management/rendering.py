@@ -8,8 +8,11 @@ from datetime import datetime, timezone
 from itertools import count, pairwise, takewhile
 from typing import Any
 
-from ..backends.values import Reading
+from ..backends.values import Entry, Reading
 from ..models import DistributedLock, State
+
+AnyLock = DistributedLock | Entry
+"""A lock or a permit: a row of the table with its state, or what an engine tells."""
 
 HELD, EXPIRED, COOLING, FREE = State.values
 COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INFO"}
@@ -25,25 +28,25 @@ _EMPTY = "-"
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
-def as_json(row: DistributedLock, waiting: int | None = None) -> dict[str, Any]:
+def as_json(lock: AnyLock, waiting: int | None = None) -> dict[str, Any]:
     """Return a lock as the option ``--json`` writes it, in its documented shape."""
-    remaining = float(row.remaining)
+    remaining = float(lock.remaining)
     age = None
-    if row.state in {HELD, EXPIRED} and row.acquired_at is not None:
-        # Both by the database's clock.
-        lasts = (row.expires_at - row.acquired_at).total_seconds()
+    if lock.state in {HELD, EXPIRED} and lock.acquired_at and lock.expires_at:
+        # Both by the clock of the database or the engine.
+        lasts = (lock.expires_at - lock.acquired_at).total_seconds()
         age = round(max(0.0, lasts - remaining), 3)
     return {
-        "key": row.lock_key,
-        "permit": row.permit,
-        "state": str(row.state),
-        "owner": row.owner,
-        "holder": row.holder,
-        "note": row.note,
-        "hold_count": row.hold_count,
-        "fencing_token": row.version,
-        "acquired_at": _moment(row.acquired_at),
-        "expires_at": _moment(row.expires_at),
+        "key": lock.lock_key,
+        "permit": lock.permit,
+        "state": str(lock.state),
+        "owner": lock.owner,
+        "holder": lock.holder,
+        "note": lock.note,
+        "hold_count": lock.hold_count,
+        "fencing_token": lock.version,
+        "acquired_at": _moment(lock.acquired_at),
+        "expires_at": _moment(lock.expires_at),
         "age": age,
         "remaining": round(max(0.0, remaining), 3),
         "waiting": waiting,
@@ -158,4 +161,4 @@ def holder_of(reading: Reading) -> str:
     if reading.remaining > 0:
         what = "it" if is_one else "one of its permits"
         return f"{who}{note} has released {what}, and it stays taken for another {rest}"
-    return "a transaction has its row locked"
+    return "others queue for it, or a transaction has its row locked"

@@ -13,6 +13,7 @@ from django.core.management import get_commands
 from django.core.management.base import CommandError, CommandParser
 
 from .. import validation
+from ..backends.base import BaseBackend
 from ..conf import DEFAULT_ALIAS
 from ..distributed_locks import distributed_lock
 from ..locks import Lock
@@ -110,8 +111,8 @@ class Plan:
 
     Attributes:
         numbered: Whether the command is told the number of its permit.
-        using: The database with the lock table, if the backend has one.
-        migrates: Whether that table is made first if it is missing.
+        engine: What keeps the lock.
+        migrates: Whether its table, if it has one, is made first if it is missing.
     """
 
     lock: Lock[Any]
@@ -119,7 +120,7 @@ class Plan:
     wait: float
     kill_after: float
     command: list[str]
-    using: str | None
+    engine: BaseBackend
     migrates: bool
 
 
@@ -152,20 +153,30 @@ def make_plan(
         argv = _management_command(command, from_command_line, pythonpath)
     elif shell:
         argv = ["/bin/sh", "-c", command[0]]
-    lock = checked(
-        distributed_lock,
+    lock = _lock(
+        engine,
         *keys,
         permits=1 if permits is None else permits,
         timeout=timeout,
         lease=seconds,
         hold_at_least=hold_at_least,
         note=_program_name(command[0], shell) if note is None else note,
-        backend=backend,
     )
-    using = engine.using if engine.has_table else None
     migrates = django and command[0] == "migrate"
     grace, numbered = _kill_after(kill_after, seconds), permits is not None
-    return Plan(lock, numbered, timeout, grace, argv, using, migrates)
+    return Plan(lock, numbered, timeout, grace, argv, engine, migrates)
+
+
+def _lock(engine: BaseBackend, *keys: str, lease: float, **options: Any) -> Lock[Any]:
+    """Make the lock; terms that the engine can't keep are bad usage."""
+    lock: Lock[Any] = checked(
+        distributed_lock, *keys, lease=lease, backend=engine.alias, **options
+    )
+    least = lock.hold_at_least
+    checked(
+        engine.check_terms, lease=lease, renew=True, hold_at_least=least, owner=None
+    )
+    return lock
 
 
 def _check_command(command: Sequence[str], shell: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
-from django.db import connections
+from django.db import NotSupportedError, connections
 
 from ..backends.base import BaseBackend
 from ..backends.database import dialects
@@ -33,7 +33,7 @@ def checked(check: Callable[..., Any], *arguments: object, **options: object) ->
     """Call a function that validates arguments; what it refuses is bad usage."""
     try:
         return check(*arguments, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotSupportedError) as error:
         raise bad_usage(error) from error
 
 
@@ -52,16 +52,27 @@ def is_table_missing(using: str) -> bool:
     return dialects.TABLE not in connections[using].introspection.table_names()
 
 
-def database_failure(error: Exception, using: str | None) -> CommandError:
+def failure(error: Exception, backend: BaseBackend) -> CommandError:
+    """Turn an error of the engine that keeps the locks into a line and a status."""
+    if backend.has_table:
+        return database_failure(error, backend.using)
+    return out_of_reach(f"the backend {backend.alias!r}", error)
+
+
+def database_failure(error: Exception, using: str) -> CommandError:
     """Turn an error of the locks' database into one line and an exit status."""
     with suppress(Exception):
-        if using is not None and is_table_missing(using):
+        if is_table_missing(using):
             return CommandError(
                 f"the database {using!r} has no lock table: run manage.py migrate "
                 f"dblocks --database {using} first",
                 returncode=CONFIG,
             )
-    where = "the backend" if using is None else f"the database {using!r}"
+    return out_of_reach(f"the database {using!r}", error)
+
+
+def out_of_reach(where: str, error: Exception) -> CommandError:
+    """Return the error for what keeps the locks and doesn't answer."""
     return CommandError(
         f"{where} is out of reach: {one_line(error)}", returncode=UNAVAILABLE
     )

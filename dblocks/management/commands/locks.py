@@ -1,4 +1,4 @@
-"""``manage.py locks list|show|release|prune``: the lock table for operators."""
+"""``manage.py locks list|show|release|prune``: the locks for operators."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import StringIO
 from typing import Any
 
 from django.core.management.base import CommandParser, OutputWrapper
-from django.db import DatabaseError, InterfaceError, connections
-from django.db.models import Q
+from django.db import connections
 from django.utils.translation import ngettext
 
 from ... import validation
-from ...backends.database import session_locks
-from ...conf import DEFAULT_ALIAS
-from ...models import DistributedLock, LockQuerySet, State
-from ...permits import in_order, span
+from ...models import State
 from ..parsing import BACKEND, DURATION, FLAG, LockCommand, Parser
-from ..rendering import COLORS, FREE, HELD, aligned, as_json, named, table
-from ..statuses import bad_usage, checked, database_failure, find_backend
+from ..rendering import (
+    COLORS,
+    FREE,
+    HELD,
+    AnyLock,
+    aligned,
+    as_json,
+    named,
+    table,
+)
+from ..sources import source_of
+from ..statuses import bad_usage, checked
 
 WATCH_EVERY = 2.0
 MAX_NAMED = 20
@@ -42,7 +48,7 @@ class LocksParser(Parser):
 
 
 class Command(LockCommand):
-    help = "Show, release and prune the locks in the database."
+    help = "Show and release locks; prune the lock table."
     parser_class = LocksParser
     examples = """\
 examples:
@@ -55,7 +61,7 @@ examples:
 
 exit status:
   0 done; 1 there was nothing to do, or it was not confirmed; 64 bad usage; 69 the
-  database is out of reach; 78 the lock table is missing
+  database or backend is out of reach; 78 the lock table is missing
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -88,12 +94,11 @@ exit status:
         self.verbosity = verbosity
         #: For people; stdout itself is for JSON.
         self.out = self.stdout if verbosity > 0 else OutputWrapper(StringIO())
-        using = database or _database(backend or DEFAULT_ALIAS)
-        self.locks: LockQuerySet = DistributedLock.objects.using(using)
+        self.source = source_of(database, backend)
         try:
             act(**options)
-        except (DatabaseError, InterfaceError) as error:
-            raise database_failure(error, using) from error
+        except self.source.errors as error:
+            raise self.source.failure(error) from error
 
     # Showing
 
@@ -101,21 +106,18 @@ exit status:
         self, *, state: str | None, json: bool, watch: float | None, **options: Any
     ) -> None:
         """Show all locks, or those in a state."""
-        rows: Any = self.locks.with_state()
-        if state is not None:
-            rows = rows.filter(state=state)
         if watch is not None:
-            self._watch(rows, checked(validation.bounded, "--watch", watch))
+            self._watch(state, checked(validation.bounded, "--watch", watch))
         elif json:
-            self._write_json(self._facts(_in_order(rows)))
+            self._write_json(self._facts(self.source.find(state=state)))
         else:
-            self._draw(rows)
+            self._draw(state)
 
     def show(self, *, key: str, permit: int | None, json: bool, **options: Any) -> None:
         """Show one lock, or all permits of its key."""
-        rows = self._find(key, permit)
-        facts = self._facts(rows)
-        if permit is None and rows[-1].permit is not None:
+        locks = self._find(key, permit)
+        facts = self._facts(locks)
+        if permit is None and locks[-1].permit is not None:
             if json:
                 self._write_json({"key": key, "permits": facts})
             else:
@@ -133,22 +135,20 @@ exit status:
             state = shown["state"] if name == "state" else None
             self.out.write(self._colored(line.rstrip(), state))
 
-    def _find(self, key: str, permit: int | None) -> Sequence[DistributedLock]:
-        """Return the row of a permit, or all rows of a key, its own one first."""
-        wanted = Q(key=checked(validation.key_of_row, key, permit))
-        if permit is None:
-            first, end = span(key)
-            wanted |= Q(key__gte=first, key__lt=end)
-        rows = _in_order(self.locks.with_state().filter(wanted))
-        if not rows:
+    def _find(self, key: str, permit: int | None) -> Sequence[AnyLock]:
+        """Return a permit, or all of a key, the lock without permits first."""
+        checked(validation.key_of_row, key, permit)
+        locks = self.source.find(key)
+        if permit is not None:
+            locks = [lock for lock in locks if lock.permit == permit]
+        if not locks:
             what = named(key, permit).removeprefix("the ")
             self.fail(f"there is no {what}; manage.py locks list shows all")
-        return rows
+        return locks
 
-    def _facts(self, rows: Iterable[DistributedLock]) -> Sequence[dict[str, Any]]:
-        keys = {row.lock_key for row in rows}
-        waiting = session_locks.waiters(connections[self.locks.db], keys)
-        return [as_json(row, waiting.get(row.lock_key)) for row in rows]
+    def _facts(self, locks: Sequence[AnyLock]) -> Sequence[dict[str, Any]]:
+        waiting = self.source.waiting(locks)
+        return [as_json(lock, waiting.get(lock.lock_key)) for lock in locks]
 
     def _write_json(self, value: object) -> None:
         self.stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
@@ -163,9 +163,9 @@ exit status:
         for line, state in table(facts, width):
             self.out.write(self._colored(line, state))
 
-    def _draw(self, rows: LockQuerySet, *, cut: bool = False) -> None:
+    def _draw(self, state: str | None, *, cut: bool = False) -> None:
         width, height = self._size()
-        found = _in_order(rows)
+        found = self.source.find(state=state)
         shown = found[: max(1, height - 3)] if cut else found
         self._write_table(self._facts(shown), width)
         text = ngettext("%(count)d lock", "%(count)d locks", len(found))
@@ -183,13 +183,13 @@ exit status:
         style: str = getattr(self.style, COLORS[state])(text)
         return style
 
-    def _watch(self, rows: LockQuerySet, every: float) -> None:
+    def _watch(self, state: str | None, every: float) -> None:
         with suppress(KeyboardInterrupt):
             while True:
                 if self.out.isatty():
                     # Home, then clear the screen.
                     self.out.write("\x1b[H\x1b[2J", ending="")
-                self._draw(rows.all(), cut=True)
+                self._draw(state, cut=True)
                 self.out.flush()
                 time.sleep(every)
 
@@ -211,40 +211,42 @@ exit status:
         Its holder finds out at its next renewal or guard. Only a command under
         run_locked is ended then.
         """
-        row = self._taken(key, permit)
-        what = named(key, row.permit)
-        if fencing_token is not None and fencing_token != row.version:
-            self.fail(
-                f"{what} has the fencing token {row.version} by now, not "
-                f"{fencing_token}: that grant is over",
-            )
+        lock = self._taken(key, permit)
+        what = named(key, lock.permit)
+        if fencing_token is not None:
+            self._compare(lock, fencing_token)
         if not yes:
-            self._confirm(row)
-        if not self.locks.force_release(
-            key,
-            permit=row.permit,
-            version=row.version,
-            older_than=older_than,
-            by=_user(),
-            reason=reason,
+            self._confirm(lock)
+        if not self.source.force_release(
+            lock, older_than=older_than, by=_user(), reason=reason
         ):
             young = ""
             if older_than is not None:
                 young = f"has not been held for {older_than:g} s, or "
             self.fail(f"{what} {young}has changed hands: nothing was released")
-        number = "" if row.permit is None else f", permit {row.permit}"
-        self.out.write(
-            f"Released {key!r}{number} (fencing token {row.version}, {row.holder})."
-        )
+        number = "" if lock.permit is None else f", permit {lock.permit}"
+        token = "" if lock.version is None else f"fencing token {lock.version}, "
+        self.out.write(f"Released {key!r}{number} ({token}{lock.holder}).")
 
-    def _taken(self, key: str, permit: int | None) -> DistributedLock:
-        """Return the row to release: the one that was named, or that there is."""
-        taken = [row for row in self._find(key, permit) if row.state != FREE]
+    def _compare(self, lock: AnyLock, fencing_token: int) -> None:
+        """End the command if another grant than this one is meant."""
+        what = named(lock.lock_key, lock.permit)
+        if lock.version is None:
+            raise bad_usage(f"{what} has no fencing token: leave out --fencing-token")
+        if fencing_token != lock.version:
+            self.fail(
+                f"{what} has the fencing token {lock.version} by now, not "
+                f"{fencing_token}: that grant is over",
+            )
+
+    def _taken(self, key: str, permit: int | None) -> AnyLock:
+        """Return the lock to release: the one that was named, or that there is."""
+        taken = [lock for lock in self._find(key, permit) if lock.state != FREE]
         if not taken:
             what = named(key, permit)
             self.fail(f"{what} is free: there is nothing to release")
         if len(taken) > 1 and taken[0].permit is not None:
-            names = [f"{row.permit} ({row.holder or row.state})" for row in taken]
+            names = [f"{each.permit} ({each.holder or each.state})" for each in taken]
             if len(names) > MAX_NAMED:
                 names[MAX_NAMED:] = ["…"]
             raise bad_usage(
@@ -253,14 +255,14 @@ exit status:
             )
         return taken[0]
 
-    def _confirm(self, row: DistributedLock) -> None:
+    def _confirm(self, lock: AnyLock) -> None:
         """Say what a forced release takes away, and ask; stdout is for data alone."""
-        shown = as_json(row)
+        shown = as_json(lock)
         names = ("state", "holder", "note", "fencing_token", "acquired_at", "remaining")
         facts = aligned({name: shown[name] for name in names})
-        what = named(row.lock_key, row.permit)
+        what = named(lock.lock_key, lock.permit)
         lines = [f"{what[0].upper()}{what[1:]}:", *(f"  {line}" for line in facts)]
-        if row.state == HELD:
+        if lock.state == HELD:
             lines.append(
                 "Until the holder finds out, at its next renewal or guard, two may be "
                 "at work. Only a command under run_locked is ended then."
@@ -283,14 +285,14 @@ exit status:
         """
         age = checked(validation.duration, "--older-than", older_than)
         if dry_run:
-            count = self.locks.stale(age).count()
+            count = self.source.count_stale(age)
             text = ngettext(
                 "%(count)d lock would be deleted.",
                 "%(count)d locks would be deleted.",
                 count,
             )
         else:
-            count = self.locks.prune(age, progress=self._progress)
+            count = self.source.prune(age, self._progress)
             text = ngettext(
                 "%(count)d lock was deleted.", "%(count)d locks were deleted.", count
             )
@@ -387,21 +389,6 @@ def _add_common_arguments(verb: CommandParser) -> None:
         verb.add_argument(name, default=unset, help=unset)
     for name in ("--traceback", "--no-color", "--force-color"):
         verb.add_argument(name, action="store_true", default=unset, help=unset)
-
-
-def _in_order(rows: Iterable[DistributedLock]) -> Sequence[DistributedLock]:
-    return sorted(rows, key=lambda row: in_order(row.key))
-
-
-def _database(alias: str) -> str:
-    """Return the alias of the database with a backend's lock table."""
-    backend = find_backend(alias)
-    if not backend.has_table:
-        raise bad_usage(
-            f"the backend {alias!r} has no lock table: write --database ALIAS, or the "
-            f"--backend of one that does"
-        )
-    return backend.using
 
 
 def _user() -> str:

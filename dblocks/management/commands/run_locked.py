@@ -81,8 +81,8 @@ examples:
 
 exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
-  lost; 64 bad usage; 69 the database is out of reach; 78 the lock table is missing;
-  126 COMMAND can't be run; 127 COMMAND was not found
+  lost; 64 bad usage; 69 the database or backend is out of reach; 78 the lock table is
+  missing; 126 COMMAND can't be run; 127 COMMAND was not found
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -233,16 +233,16 @@ class Waiter(InThread):
 
     def _get(self) -> Lease | Leases | None:
         """Acquire; whatever goes wrong has an exit status."""
-        using = self._plan.using
+        engine = self._plan.engine
         try:
-            if self._plan.migrates and using is not None:
-                make_tables(using, self.called_off, self.migrating)
+            if self._plan.migrates and engine.has_table:
+                make_tables(engine.using, self.called_off, self.migrating)
             return self._acquire()
         except LockError as error:
             raise statuses.bad_usage(error) from error
         except Exception as error:
-            # 1 would be taken for the command's own status: this is the database's.
-            raise statuses.database_failure(error, using) from error
+            # 1 would be taken for the command's own status: this is the engine's.
+            raise statuses.failure(error, engine) from error
 
     def _acquire(self) -> Lease | Leases | None:
         lock = self._plan.lock

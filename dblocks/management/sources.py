@@ -1,0 +1,152 @@
+"""What the command ``locks`` asks: a lock table, or an engine that has none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+from django.core.management.base import CommandError
+from django.db import DatabaseError, InterfaceError, NotSupportedError, connections
+from django.db.models import Q
+
+from ..backends.base import BaseBackend
+from ..backends.database import session_locks
+from ..conf import DEFAULT_ALIAS
+from ..models import DistributedLock, LockQuerySet
+from ..permits import in_order, span
+from .rendering import FREE, AnyLock
+from .statuses import bad_usage, database_failure, failure, find_backend
+
+
+class Source(ABC):
+    """Where the locks are that the command shows, releases and prunes."""
+
+    #: What its methods raise when it can't be reached, or can't do what is asked.
+    errors: tuple[type[Exception], ...]
+
+    @abstractmethod
+    def failure(self, error: Exception) -> CommandError:
+        """Turn one of its errors into a line and an exit status."""
+
+    @abstractmethod
+    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
+        """Return all locks, or those of a key, its permits in the order of numbers.
+
+        Args:
+            state: Only those in this state.
+        """
+
+    @abstractmethod
+    def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
+        """Return by key how many wait for these locks, where anybody is known to."""
+
+    @abstractmethod
+    def force_release(self, lock: AnyLock, **how: Any) -> bool:
+        """Release the grant that was found; tell whether it was still current."""
+
+    @abstractmethod
+    def count_stale(self, age: float) -> int:
+        """Count the locks that :meth:`prune` would delete."""
+
+    @abstractmethod
+    def prune(self, age: float, progress: Callable[[int], object]) -> int:
+        """Delete the rows that have been free or expired for so many seconds."""
+
+
+class Table(Source):
+    """The lock table of a database."""
+
+    errors = (DatabaseError, InterfaceError)
+
+    def __init__(self, using: str) -> None:
+        self._locks: LockQuerySet = DistributedLock.objects.using(using)
+
+    def failure(self, error: Exception) -> CommandError:
+        return database_failure(error, self._locks.db)
+
+    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
+        rows: Any = self._locks.with_state()
+        if key is not None:
+            first, end = span(key)
+            rows = rows.filter(Q(key=key) | Q(key__gte=first, key__lt=end))
+        if state is not None:
+            rows = rows.filter(state=state)
+        return _in_order(rows)
+
+    def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
+        keys = {lock.lock_key for lock in locks}
+        return session_locks.waiters(connections[self._locks.db], keys)
+
+    def force_release(self, lock: AnyLock, **how: Any) -> bool:
+        return self._locks.force_release(
+            lock.lock_key, permit=lock.permit, version=lock.version, **how
+        )
+
+    def count_stale(self, age: float) -> int:
+        return self._locks.stale(age).count()
+
+    def prune(self, age: float, progress: Callable[[int], object]) -> int:
+        return self._locks.prune(age, progress=progress)
+
+
+class Engine(Source):
+    """A backend that keeps its locks elsewhere."""
+
+    def __init__(self, backend: BaseBackend) -> None:
+        self._backend = backend
+        self.errors = (*backend.errors, NotSupportedError)
+
+    def failure(self, error: Exception) -> CommandError:
+        if isinstance(error, NotSupportedError):
+            return bad_usage(error)
+        return failure(error, self._backend)
+
+    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
+        entries = self._backend.entries(key)
+        return _in_order(each for each in entries if state in (None, each.state))
+
+    def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
+        # Each answer may take a round trip, and nobody waits for long for a free key.
+        keys = {lock.lock_key for lock in locks if lock.state != FREE}
+        numbers = {key: self._backend.waiters(key).number for key in keys}
+        return {key: number for key, number in numbers.items() if number}
+
+    def force_release(self, lock: AnyLock, **how: Any) -> bool:
+        if lock.version is None and not self._has_owner(lock):
+            return False
+        return self._backend.force_release(
+            lock.lock_key, permit=lock.permit, version=lock.version, **how
+        )
+
+    def _has_owner(self, lock: AnyLock) -> bool:
+        """Look again, just before, where no fencing token tells one grant from others.
+
+        One that comes in between is released in its place.
+        """
+        entries = self._backend.entries(lock.lock_key)
+        return any((e.key, e.owner) == (lock.key, lock.owner) for e in entries)
+
+    def count_stale(self, age: float) -> int:
+        self._refuse_to_prune()
+
+    def prune(self, age: float, progress: Callable[[int], object]) -> int:
+        self._refuse_to_prune()
+
+    def _refuse_to_prune(self) -> NoReturn:
+        raise bad_usage(
+            f"the backend {self._backend.alias!r} needs no pruning: it has no lock "
+            f"table; --database ALIAS names one"
+        )
+
+
+def source_of(database: str | None, backend: str | None) -> Source:
+    """Return the table of a database, or what a backend keeps its locks in."""
+    if database is not None:
+        return Table(database)
+    engine = find_backend(backend or DEFAULT_ALIAS)
+    return Table(engine.using) if engine.has_table else Engine(engine)
+
+
+def _in_order(locks: Iterable[AnyLock]) -> list[AnyLock]:
+    return sorted(locks, key=lambda lock: in_order(lock.key))
