@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -396,6 +397,27 @@ def test_child_re_enters(commands: Commands, key: str) -> None:
     code = (
         "import os, django; django.setup()\n"
         "from dblocks import distributed_lock\n"
+def test_wake_at_the_end(monkeypatch: pytest.MonkeyPatch, other: OtherThread) -> None:
+    """A thread that wakes the block at its end writes into no file opened later."""
+    writing, is_open = threading.Event(), []
+
+    def write(file: int, data: bytes) -> None:
+        writing.set()
+        time.sleep(0.2)
+        with suppress(OSError):
+            os.fstat(file)
+            is_open.append(file)
+
+    with Signals() as signals:
+        monkeypatch.setattr("dblocks.supervision.signals.os.write", write)
+        waking = other.start(signals.wake)
+        assert writing.wait(DEADLINE)
+    waking.result(timeout=DEADLINE)
+    monkeypatch.undo()
+    assert len(is_open) == 1
+    signals.wake()
+
+
         "key, owner = os.environ['DBLOCKS_KEY'], os.environ['DBLOCKS_OWNER']\n"
         "assert distributed_lock(key).try_acquire() is None\n"
         "with distributed_lock(key, owner=owner).acquire(timeout=0) as lease:\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,8 @@ class Signals:
     def __enter__(self) -> Signals:
         self._pending: deque[int] = deque()
         self._previous: dict[int, Any] = {}
+        #: Held while a byte is written: the number may be another file's afterwards.
+        self._waking = threading.Lock()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -60,8 +63,9 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
         # Another thread may call wake() yet.
-        write, self._write = self._write, -1
-        os.close(write)
+        with self._waking:
+            write, self._write = self._write, -1
+            os.close(write)
 
     def _catch(self, number: int, handler: Callable[[int, object], None]) -> None:
         self._previous.setdefault(number, signal.signal(number, handler))
@@ -81,7 +85,7 @@ class Signals:
 
     def wake(self) -> None:
         """End the wait; from any thread."""
-        with suppress(OSError):  # full or closed: nobody sleeps
+        with self._waking, suppress(OSError):  # full or closed: nobody sleeps
             os.write(self._write, b"\0")
 
     def wait(self, timeout: float, *files: int) -> bool:
