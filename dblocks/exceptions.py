@@ -91,7 +91,7 @@ class LeaseLost(LockError):
         "expired": "its time ran out",
         "taken": "somebody else holds the lock now",
         "forced": "the lock was force-released",
-        "backend": "the database could not be reached in time to renew it",
+        "backend": "what keeps the lock could not be reached in time to renew it",
         "forked": "it belongs to the parent process",
     }
 

@@ -19,13 +19,18 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connection, connections
+from django.db import NotSupportedError, connection, connections
 
 from dblocks import distributed_lock
+from dblocks.backends.locmem import LocMemBackend
+from dblocks.backends.values import Grant, Granted, Reading, Request
+from dblocks.conf import backends
+from dblocks.management.commands import run_locked
 from dblocks.management.commands.run_locked import Command
 from dblocks.models import DistributedLock
 from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
+from dblocks.test import clear_locks, hold_elsewhere
 from tests.commands import Commands, environment, finish, gone, relay, running, state_of
 from tests.factories import stored
 from tests.fixtures import OtherThread, in_memory
@@ -392,11 +397,6 @@ def test_signals_and_handlers_are_restored(shared: None, key: str) -> None:
     assert {n: signal.getsignal(n) for n in signal.valid_signals()} == before
 
 
-def test_child_re_enters(commands: Commands, key: str) -> None:
-    """A child that takes the same key with the owner it was told re-enters."""
-    code = (
-        "import os, django; django.setup()\n"
-        "from dblocks import distributed_lock\n"
 def test_wake_at_the_end(monkeypatch: pytest.MonkeyPatch, other: OtherThread) -> None:
     """A thread that wakes the block at its end writes into no file opened later."""
     writing, is_open = threading.Event(), []
@@ -418,6 +418,11 @@ def test_wake_at_the_end(monkeypatch: pytest.MonkeyPatch, other: OtherThread) ->
     signals.wake()
 
 
+def test_child_re_enters(commands: Commands, key: str) -> None:
+    """A child that takes the same key with the owner it was told re-enters."""
+    code = (
+        "import os, django; django.setup()\n"
+        "from dblocks import distributed_lock\n"
         "key, owner = os.environ['DBLOCKS_KEY'], os.environ['DBLOCKS_OWNER']\n"
         "assert distributed_lock(key).try_acquire() is None\n"
         "with distributed_lock(key, owner=owner).acquire(timeout=0) as lease:\n"
@@ -1092,6 +1097,141 @@ def test_failing_renewals_on_sqlite(commands: Commands, key: str) -> None:
         finally:
             cursor.execute("ROLLBACK")
     assert finish(process)[0] == 76
+
+
+# Engines without a table
+
+
+class Particular(LocMemBackend):
+    """Refuses what it can't keep, before it is asked for a lock."""
+
+    def check_terms(self, *, lease: float, hold_at_least: float, **how: Any) -> None:
+        if lease != self.lease:
+            raise ValueError(f"lease must be {self.lease}, not {lease}")
+        if hold_at_least:
+            raise NotSupportedError("nothing cools here")
+
+
+class Unplugged(LocMemBackend):
+    """Is out of reach."""
+
+    errors = (ConnectionError,)
+
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        raise ConnectionError("nobody\nlistens")
+
+
+class CutOff(LocMemBackend):
+    """Is out of reach once it has granted a lock."""
+
+    errors = (ConnectionError,)
+
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
+        raise ConnectionError("nobody\nlistens")
+
+
+@pytest.fixture
+def engine(settings: Any, request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Return the options for an engine in memory, or for the one that is the parameter.
+
+    Its locks need no database.
+    """
+    kind = getattr(request, "param", LocMemBackend)
+    path = f"{kind.__module__}.{kind.__name__}"
+    settings.DBLOCKS = {"engine": {"BACKEND": path}}
+    yield ["--backend", "engine"]
+    clear_locks("engine")
+
+
+@pytest.mark.usefixtures("told_by_another")
+def test_engine(engine: list[str], key: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command runs under the engine's lock, and is told of it."""
+    arguments = [*engine, "--hold-at-least", "60", "--", sys.executable, "-c", TOLD]
+    assert run(key, *arguments) == 0
+    [entry] = backends["engine"].entries()
+    assert told(capfd.readouterr().out) == {
+        "DBLOCKS_KEY": key,
+        "DBLOCKS_FENCING_TOKEN": str(entry.version),
+    }
+    assert (entry.key, entry.state, entry.note) == (
+        key,
+        "cooling",
+        os.path.basename(sys.executable),
+    )
+    assert run(key, *engine, "--", "true") == 75
+    assert "stays taken for another" in capfd.readouterr().err
+
+
+def test_taken_on_an_engine(
+    engine: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A wait that runs out says who has the lock; one that ends runs the command."""
+    with hold_elsewhere(key, note="the note", backend="engine"):
+        assert run(key, *engine, "--wait", "0.2", "--", "echo", "ran") == 75
+        out, err = capfd.readouterr()
+        assert out == ""
+        for word in (key, "held elsewhere", "the note", "since", "within 0.2 s"):
+            assert word in err
+        assert run(key, *engine, "--permits", "2", "--", "true") == 0
+    assert run(key, *engine, "--wait", "5", "--", "true") == 0
+
+
+@pytest.mark.parametrize("engine", [Unplugged], indirect=True)
+def test_engine_out_of_reach(
+    engine: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that doesn't answer is status 69 and one line that names it."""
+    assert run(key, *engine, "--", "echo", "ran") == 69
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert (
+        "the backend 'engine' is out of reach: ConnectionError: nobody listens" in err
+    )
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("engine", [CutOff], indirect=True)
+def test_engine_gone_at_release(
+    engine: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command's status stands; the lock is left to lapse, and that is said."""
+    assert run(key, *engine, "--", "sh", "-c", "exit 3") == 3
+    err = capfd.readouterr().err
+    assert "left to lapse: ConnectionError: nobody listens" in err
+
+
+@pytest.mark.parametrize("engine", [Particular], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--lease", "7"], "lease must be 30"), (["--hold-at-least", "1"], "cools")],
+)
+def test_terms_that_an_engine_refuses(
+    engine: list[str],
+    options: list[str],
+    word: str,
+    key: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What the engine can't promise is bad usage; the defaults are its own."""
+    assert run(key, *engine, *options, "--", "echo", "ran") == 64
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert word in err
+    assert len(err.splitlines()) == 1
+    assert run(key, *engine, "--", "true") == 0
+
+
+def test_migrate_under_an_engine(
+    engine: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No table is made for a lock that isn't in one."""
+
+    def make_tables(*arguments: object) -> None:
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(run_locked, "make_tables", make_tables)
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "tests.settings")
+    assert run(key, *engine, "--django", "--", "migrate", "--help") == 0
 
 
 # Many at once
