@@ -225,6 +225,7 @@ CONFIGURATIONS = {
         Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
         Configuration("sqlite-memory", core=True),
         Configuration("redis", engine="redis"),
+        Configuration("redlock", engine="redlock"),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
         Configuration("faults-sqlite", faults=True),

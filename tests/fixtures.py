@@ -139,6 +139,16 @@ def acquire(lock: Callable[..., Lock]) -> Iterator[Callable[..., Lease]]:
             lease.release()
 
 
+def outranks(later: Lease, earlier: Lease) -> bool:
+    """Is this a later grant than that one, by the engine's tokens if it has any?"""
+    if backends[later.backend].has_fencing_tokens:
+        assert later.fencing_token is not None
+        assert earlier.fencing_token is not None
+        return later.fencing_token > earlier.fencing_token
+    assert later.fencing_token is earlier.fencing_token is None
+    return later.owner != earlier.owner
+
+
 class OtherThread:
     """A thread of its own that does one thing after another, each with a deadline."""
 

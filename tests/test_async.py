@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from django.conf import settings
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblocks import Lease, Lock, LockTimeout
@@ -30,6 +31,13 @@ Obtainable = Callable[..., bool]
 #: Asgiref's thread for sync code, the first waiter at its gate, the timekeeper, the
 #: renewals, and what is just ending.
 FEW_THREADS = 6
+
+
+def asked_at_once(backend: str) -> int:
+    """As many servers does an engine ask side by side, each in a thread."""
+    return len(settings.DBLOCKS[backend]["LOCATION"]) if backend == "redlock" else 0
+
+
 #: Of asgiref's thread, the renewals, the gate of who holds and of who is next, and the
 #: holder's.
 FEW_CONNECTIONS = 6
@@ -118,6 +126,9 @@ def test_a_thousand_cancellations(
     cancelled = 0
     pace = 0.0
 
+    def entries() -> int:
+        return sum(each.entries for each in inside.values())
+
     async def visit(name: str, stay: float) -> None:
         async with lock(name, lease=60, timeout=DEADLINE):
             with inside[name].visit():
@@ -157,14 +168,13 @@ def test_a_thousand_cancellations(
                 pass
         # At its slowest what leaves time for 25 rounds.
         pace = min((time.monotonic() - started) / 5, 0.03)
-        while cancelled < 1000:
+        while cancelled < 1000 or entries() <= 10:
             await round_of(40)
         for name in keys:
             lease = await lock(name).aacquire(timeout=SLACK)
             await lease.arelease()
 
     run(main())
-    assert sum(each.entries for each in inside.values()) > 10
     eventually(lambda: not opened.threads(), what="the end of the threads")
     eventually(lambda: not opened.connected(), what="the end of the connections")
 
@@ -198,7 +208,7 @@ def waiters(lock: Locks, count: int, **options: Any) -> Any:
 
 
 def test_hundreds_wait(
-    acquire: Leases, lock: Locks, other: OtherThread, opened: Open
+    backend: str, acquire: Leases, lock: Locks, other: OtherThread, opened: Open
 ) -> None:
     """Hundreds of waiting tasks cost a few threads and connections; all get in."""
     lease = other.do(acquire)
@@ -207,7 +217,7 @@ def test_hundreds_wait(
     assert run(main(opened, release)) == [None] * 200
     assert inside.entries == 200
     # The loop's own pool ran the release.
-    assert opened.most_threads <= FEW_THREADS + 1
+    assert opened.most_threads <= FEW_THREADS + 1 + asked_at_once(backend)
     assert opened.most_connections <= FEW_CONNECTIONS
 
 

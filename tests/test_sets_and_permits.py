@@ -215,6 +215,7 @@ def test_never_more_than_permits(several: Make, permits: Make, key: str) -> None
         assert held[2].release()
 
 
+@pytest.mark.needs("has_fencing_tokens")
 def test_each_permit_rises_by_itself(
     permits: Make, several: Make, backend: str, key: str
 ) -> None:

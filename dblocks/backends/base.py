@@ -180,7 +180,7 @@ class BaseBackend(ABC):
             f"The backend {self.alias!r} keeps no rows in a database."
         )
 
-    def gate(self, key: str) -> Gate | None:
+    def gate(self, request: Request) -> Gate | None:
         """Return a new gate to queue at for a key, or ``None`` where there is none."""
         return None
 

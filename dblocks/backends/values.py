@@ -105,7 +105,9 @@ class Reading:
         if (self.owner, self.version) == (grant.owner, grant.version):
             return None if self.remaining > 0 else "expired"
         if self.version is None or grant.version is None:
-            return "taken" if self.owner else "expired"
+            # A force release leaves who had it, and nothing else of the grant.
+            is_forced = self.holder and self.acquired_at is None
+            return "taken" if self.owner else "forced" if is_forced else "expired"
         if self.is_forced_from(grant):
             return "forced"
         return "taken" if self.version > grant.version else "expired"

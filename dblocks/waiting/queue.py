@@ -47,29 +47,29 @@ def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
 class Waiter:
     """One that waits; it can be woken from any thread, at any moment."""
 
-    __slots__ = ("_async", "_bell", "_woken")
+    __slots__ = ("_bell", "_event", "_loop", "_woken")
 
     def __init__(self) -> None:
         self._woken = False
         # A bare lock, not an Event, whose own mutex a signal handler could meet.
         self._bell = threading.Lock()
         self._bell.acquire()
-        self._async: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._loop = asyncio._get_running_loop()
+        self._event: asyncio.Event | None = None
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""
         self._woken = True
         with suppress(RuntimeError):
             self._bell.release()
-        if self._async is not None:
-            loop, event = self._async
+        if self._loop is not None and self._event is not None:
             # A closed loop took along who waited.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
+                self._loop.call_soon_threadsafe(self._event.set)
 
     def is_gone(self) -> bool:
         """Tell whether the event loop that it waited in is closed."""
-        return self._async is not None and self._async[0].is_closed()
+        return self._loop is not None and self._loop.is_closed()
 
     def wait(self, seconds: float) -> bool:
         """Wait until woken, or for this long; return whether it was woken."""
@@ -79,9 +79,8 @@ class Waiter:
 
     async def await_(self, seconds: float) -> bool:
         """:meth:`wait` without holding a thread."""
-        if self._async is None:
-            self._async = asyncio.get_running_loop(), asyncio.Event()
-        loop, event = self._async
+        loop = asyncio.get_running_loop()
+        event = self._event = self._event or asyncio.Event()
         if not self._woken:
             # Not wait_for(), which before Python 3.12 may swallow a cancellation.
             timer = loop.call_later(seconds, event.set)

@@ -9,71 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections
 
-from .. import forks
 from ..backends.base import BaseBackend
 from ..backends.database.connections import run_apart
+from ..workers import Workers
 
 logger = logging.getLogger("dblocks")
 
 T = TypeVar("T")
 
-LINGER = 2.0
-"""Seconds for which an idle thread, with its connections, waits for the next call."""
 
-
-class _Worker(threading.Thread):
-    """Makes one call after the other; between two it is in the list of idle ones."""
-
-    def __init__(self) -> None:
-        super().__init__(name="dblocks-async", daemon=True)
-        self.calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        run_apart()
-        try:
-            while (call := self._next()) is not None:
-                call()
-                del call
-                _idle.append(self)
-        finally:
-            connections.close_all()
-
-    def _next(self) -> Callable[[], object] | None:
-        try:
-            return self.calls.get(timeout=LINGER)
-        except queue.Empty:
-            try:
-                _idle.remove(self)
-            except ValueError:
-                # Somebody has just chosen it.
-                return self.calls.get()
-            return None
-
-
-_idle: deque[_Worker] = deque()
-forks.in_child(_idle.clear)
-
-
-def _start(call: Callable[[], object]) -> None:
+@contextmanager
+def _apart() -> Iterator[None]:
+    run_apart()
     try:
-        worker = _idle.pop()
-    except IndexError:
-        worker = _Worker()
-        # First the call: an interrupt behind the start leaves no thread without one.
-        worker.calls.put(call)
-        worker.start()
-    else:
-        worker.calls.put(call)
+        yield
+    finally:
+        connections.close_all()
+
+
+workers = Workers("dblocks-async", _apart)
 
 
 async def call_in_thread(
@@ -89,7 +50,7 @@ async def call_in_thread(
     Args:
         undo: Called with the result, in a thread, if the task was cancelled meanwhile.
     """
-    start = _start_in_test if backend.is_in_test_case() else _start
+    start = _start_in_test if backend.is_in_test_case() else workers.start
     call = _Call(function, undo)
     start(call)
     try:

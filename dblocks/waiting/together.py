@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import clock
+from ..backends.gates import Gate
 from ..backends.values import Reading
 from ..holding.holds import Hold, undo_together
 from ..holding.registry import registry
@@ -59,7 +60,9 @@ async def get_all_in(
 
 
 def _undo(found: Any) -> None:
-    if isinstance(found, Hold):
+    if isinstance(found, Gate):
+        found.leave()
+    elif isinstance(found, Hold):
         give_back(found)
     elif isinstance(found, list):
         give_all_back(found, found[0].grant.owner)

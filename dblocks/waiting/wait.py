@@ -88,6 +88,11 @@ def _overtakes(attempt: Attempt) -> bool:
     )
 
 
+def _enter(gate: Gate, seconds: float) -> Gate:
+    gate.enter(seconds)
+    return gate
+
+
 def _is_held(gate: Gate | None) -> bool:
     return gate is not None and gate.held
 
@@ -130,7 +135,8 @@ class _Wait:
         gate: Gate | None = None
         if queue.is_first(self.waiter):
             # In the thread whose connection tells whether there may be one.
-            gate = await self.place.call(partial(self.backend.gate, self.key))
+            request = attempt.request()
+            gate = await self.place.call(partial(self.backend.gate, request))
         try:
             found = await self._look(queue, seen, gate)
             if gate is not None and gate.shows_waiter and isinstance(found, Hold):
@@ -227,7 +233,7 @@ class _Wait:
             wait = min(gate.patience(seen.remaining), until - now)
             if wait >= gate.shortest:
                 queue.sleeps(wait)
-                await self.place.call(partial(gate.enter, wait))
+                await self.place.call(partial(_enter, gate, wait))
                 waited = clock.monotonic() - now > LOOK_EVERY
                 return _is_held(gate) and (waited or is_bell)
         alone = _is_held(gate)

@@ -211,7 +211,8 @@ class DatabaseBackend(DatabaseChecks):
         wanted: bool = self.options.get("session_locks", True)
         return wanted and session_locks.available(connection)
 
-    def gate(self, key: str) -> Gate | None:
+    def gate(self, request: Request) -> Gate | None:
+        key = request.key
         connection = connections[self.using]
         if not dialects.of(connection).has_row_locks:
             return one_writer.gate(connection, key)

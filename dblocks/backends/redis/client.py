@@ -1,0 +1,172 @@
+"""A Redis server, as ``LOCATION`` and ``OPTIONS`` name it: sends commands to it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.exceptions import ImproperlyConfigured
+from redis import ConnectionPool, sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ConnectionError,
+    MaxConnectionsError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+from redis.retry import Retry
+
+from ... import clock
+from .scripts import Script
+
+SOCKET_TIMEOUT = 5.0
+"""Seconds after which a server that doesn't answer is out of reach, by default."""
+
+PATIENCE = 1.0
+"""Seconds for which faults that pass are sat out; longer where the caller waits."""
+
+LONGEST_PATIENCE = 10.0
+"""The most of them."""
+
+_TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, TryAgainError)
+_LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
+
+Argument = str | bytes | int | float
+
+
+class Client:
+    """Sends commands to one server, from any thread.
+
+    Args:
+        alias: The backend's, for messages.
+        location: ``redis://``, ``rediss://`` or ``unix://``; with the option
+            ``sentinels`` the host is the name of the service.
+        options: ``sentinels`` (host and port of each), ``sentinel_kwargs``; the others
+            are for redis-py's connections.
+    """
+
+    def __init__(self, alias: str, location: str, options: Mapping[str, Any]) -> None:
+        self.alias = alias
+        url = urlsplit(location)
+        #: The server's name without user and password.
+        self.name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+        given = dict(options)
+        sentinels = given.pop("sentinels", None)
+        sentinel_options = given.pop("sentinel_kwargs", {})
+        given = {
+            "socket_timeout": SOCKET_TIMEOUT,
+            "socket_connect_timeout": SOCKET_TIMEOUT,
+            "socket_keepalive": True,
+            **given,
+            # What may be sent again, and for how long, is known here alone.
+            "retry": Retry(NoBackoff(), 0),
+            "decode_responses": False,
+        }
+        try:
+            if sentinels is None:
+                self._pool = ConnectionPool.from_url(location, **given)
+            else:
+                service, db = url.hostname or "", url.path.strip("/") or 0
+                # redis-py has no types here.
+                watch: Any = sentinel
+                watch = watch.Sentinel(sentinels, sentinel_kwargs=sentinel_options)
+                master = watch.master_for(service, **given, db=int(db))
+                self._pool = master.connection_pool
+            # Unknown options show when the first connection is made.
+            self._pool.connection_class(**self._pool.connection_kwargs)
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
+            ) from error
+
+    def send(self, *command: Argument, answers_within: float | None = None) -> Any:
+        """Send one command, once.
+
+        Args:
+            answers_within: Seconds that the answer may take, if more than usual.
+
+        Raises:
+            RedisError: As redis-py says it, with the server's name.
+        """
+        try:
+            return self._send(command, answers_within)
+        except (ConnectionError, TimeoutError) as error:
+            raise type(error)(
+                f"{error} (DBLOCKS[{self.alias!r}]: {self.name} should be a Redis "
+                f"server that can be reached from here)"
+            ) from error
+
+    def _send(self, command: Sequence[Argument], answers_within: float | None) -> Any:
+        connection: Any = self._pool.get_connection()
+        try:
+            connection.send_command(*command)
+            if answers_within is not None and not connection.can_read(answers_within):
+                raise TimeoutError("no answer")
+            return connection.read_response()
+        except ResponseError:
+            raise
+        except BaseException:
+            # An answer that comes later must not be taken for another command's.
+            connection.disconnect()
+            raise
+        finally:
+            self._pool.release(connection)
+
+    def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Argument] = (),
+        *,
+        patience: float = PATIENCE,
+        retried_at: int | None = None,
+    ) -> Any:
+        """Run a script, again where a fault may pass.
+
+        Args:
+            patience: For how many seconds faults may be sat out, if that is longer
+                than :data:`PATIENCE`; at most :data:`LONGEST_PATIENCE`.
+            retried_at: Which argument tells that this may have been done before.
+        """
+        given = list(arguments)
+        give_up = clock.monotonic() + min(max(patience, PATIENCE), LONGEST_PATIENCE)
+        pause = 0.0
+        while True:
+            try:
+                return self._run(script, keys, given)
+            except _LASTING:
+                raise
+            except _TRANSIENT:
+                left = give_up - clock.monotonic()
+                if left <= 0:
+                    raise
+            if retried_at is not None:
+                given[retried_at] = 1
+            # A connection that was dropped while it was idle needs no pause.
+            time.sleep(min(left, random.uniform(0.5, 1.5) * pause))
+            pause = min(0.25, 2 * pause or 0.01)
+
+    def _run(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:
+        rest = (len(keys), *keys, *arguments)
+        try:
+            return self.send("EVALSHA", script.digest, *rest)
+        except NoScriptError:
+            return self.send("EVAL", script.text, *rest)
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._pool.disconnect()
+
+
+__all__ = ["Client", "RedisError"]

@@ -1,0 +1,106 @@
+"""The queue for a key in the server, where each waiter blocks on a bell of its own.
+
+A release tells the first that the key is free and keeps it for that one for a quarter
+of a second. It tells the second to look after that time, in case the first has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from contextlib import suppress
+
+from redis.exceptions import RedisError
+
+from ... import clock
+from ..gates import Gate
+from ..values import PINNED_GRACE, Request
+from .server import Server
+
+logger = logging.getLogger("dblocks")
+
+LONGEST = 20.0
+"""Seconds between two looks at a key that nobody gives back."""
+
+LONGEST_OF_CO_OWNER = 1.0
+"""The same for an explicit owner, which another thread of it may let in."""
+
+SLACK = 1.0
+"""Seconds for which a waiter is thought alive after it should have asked again."""
+
+
+class Doorbell(Gate):
+    """One waiter's place in the queue, and its bell."""
+
+    is_bell = True
+
+    def __init__(self, server: Server, request: Request) -> None:
+        self._server = server
+        self._request = request
+        self._ticket = f"{os.urandom(8).hex()} {request.holder}"
+        self._pid = os.getpid()
+        self._queues = False
+        self._left = False
+
+    @property
+    def ticket(self) -> str:
+        """What it is known by in the queue, if it is there."""
+        return self._ticket if self._queues else ""
+
+    def patience(self, remaining: float) -> float:
+        # The server says when to look before that.
+        return LONGEST_OF_CO_OWNER if self._request.explicit else LONGEST
+
+    def enter(self, seconds: float) -> None:
+        if self._left:
+            return
+        self._queues = True
+        is_free, place, remaining = self._server.queue(
+            self._request, self._ticket, seconds + SLACK
+        )
+        self.held = is_free
+        if not is_free:
+            # Those who are before this one may be dead, and the holder too.
+            remaining = max(remaining, 0.0) + place * PINNED_GRACE
+            self.held = self._listen(min(seconds, remaining))
+        self._leave_if_left()
+
+    def _leave_if_left(self) -> None:
+        if self._left:
+            self._leave()
+
+    def _listen(self, seconds: float) -> bool:
+        until = clock.monotonic() + seconds
+        while (left := until - clock.monotonic()) > 0:
+            word = self._server.listen(self._request.key, self._ticket, left)
+            if word == "look":
+                until = min(until, clock.monotonic() + PINNED_GRACE)
+            else:
+                return word == "go"
+        return False
+
+    def answered(self, *, granted: bool) -> None:
+        """Note the answer to an attempt: what was kept for this one is used up."""
+        self.held = False
+        if granted:
+            self._queues = False
+
+    def leave(self) -> None:
+        self._left, self.held = True, False
+        if not self._queues or self._pid != os.getpid():
+            return
+        if asyncio._get_running_loop() is None:
+            self._leave()
+            return
+        with suppress(RuntimeError):
+            threading.Thread(target=self._leave, daemon=True).start()
+
+    def _leave(self) -> None:
+        self._queues = False
+        try:
+            self._server.leave(self._request.key, self._ticket)
+        except RedisError as error:
+            # The queue forgets it when it has not asked again.
+            logger.debug("not left the queue key=%r error=%s", self._request.key, error)

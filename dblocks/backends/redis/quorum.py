@@ -1,0 +1,249 @@
+"""Redlock: several independent servers, of which a majority must agree.
+
+The algorithm is that of redis.io ("Distributed Locks with Redis"): ask all, hold what a
+majority grants for what is left of the lease, else undo everywhere. It has no fencing
+tokens: each server counts for itself (M. Kleppmann, "How to do distributed locking",
+2016; S. Sanfilippo, "Is Redlock safe?", 2016).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from redis.exceptions import ConnectionError, RedisError
+
+from ... import clock
+from ...permits import row_keys
+from ...workers import Workers
+from ..gates import Gate
+from ..values import (
+    Entry,
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    Waiters,
+    first_free,
+)
+from .backend import RedisBackend
+from .server import Server
+
+T = TypeVar("T")
+
+SOCKET_TIMEOUT = 0.25
+"""Seconds after which a server that doesn't answer counts as no, by default."""
+
+DRIFT = 0.01
+"""Which part of a lease the servers' clocks may drift apart in."""
+
+workers = Workers("dblocks-redlock")
+
+
+def _answer(future: Future[T], question: Callable[[Server], T], server: Server) -> None:
+    try:
+        future.set_result(question(server))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class QuorumBackend(RedisBackend):
+    """A majority of several independent servers."""
+
+    has_fencing_tokens = False
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        self._majority = len(self._servers) // 2 + 1
+
+    def _client_options(self) -> dict[str, Any]:
+        times = dict.fromkeys(
+            ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
+        )
+        return times | self.options
+
+    # Asking
+
+    def _ask(self, question: Callable[[Server], T]) -> dict[Server, T]:
+        """Ask all servers side by side; return the answers of those that have any.
+
+        Raises:
+            RedisError: Fewer than a majority answered.
+        """
+        asked: dict[Future[T], Server] = {Future(): each for each in self._servers}
+        for future, server in asked.items():
+            workers.start(partial(_answer, future, question, server))
+        wait(asked)
+        answers: dict[Server, T] = {}
+        errors: list[BaseException] = []
+        for future, server in asked.items():
+            error = future.exception()
+            if error is None:
+                answers[server] = future.result()
+            elif isinstance(error, RedisError):
+                errors.append(error)
+            else:
+                raise error
+        if len(answers) < self._majority:
+            raise ConnectionError(
+                f"{len(errors)} of {len(asked)} servers did not answer, and "
+                f"{self._majority} must: {'; '.join(map(str, errors))}"
+            )
+        return answers
+
+    # The verbs
+
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        if request.permits == 1:
+            return self._try(request, request.key)
+        keys = row_keys(request.key, request.permits)
+        seen = self.read_all(keys, patience)
+        mine = [key for key in seen if self._is_mine(seen[key], request)]
+        first = request.permit
+        free = (
+            key
+            for key in keys[first:] + keys[:first]
+            if key not in seen or seen[key].remaining <= 0
+        )
+        for key in mine or free:
+            answer = self._try(request, key)
+            if isinstance(answer, Granted):
+                return answer
+        return first_free(self.read_all(keys, patience), keys)
+
+    def _is_mine(self, seen: Reading, request: Request) -> bool:
+        return seen.owner == request.owner and seen.remaining > 0
+
+    def _try(self, request: Request, key: str) -> Granted | Reading:
+        sent = clock.monotonic()
+        alone = replace(request, key=key, permits=1, permit=0)
+        try:
+            answers = self._ask(lambda server: server.acquire(alone))
+        except RedisError:
+            self._undo([Grant(key, request.owner, None)], request)
+            raise
+        grants = [each for each in answers.values() if isinstance(each, Granted)]
+        limit = min((each.limit for each in grants), default=0.0)
+        left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
+        if len(grants) >= self._majority and left > 0:
+            grant = Grant(key, request.owner, None)
+            again = any(each.again for each in grants)
+            forfeited = request.forfeits(grant) if again else 0
+            if forfeited:
+                self._ask(lambda server: server.forfeit(grant, forfeited))
+            return Granted(grant, limit, again=again)
+        self._undo([Grant(key, request.owner, None)], request)
+        return self.read_all([key]).get(key, Reading())
+
+    def try_acquire_all(
+        self, request: Request, keys: Sequence[str], patience: float
+    ) -> list[Granted] | None:
+        sent = clock.monotonic()
+        grants = [Grant(key, request.owner, None) for key in keys]
+        try:
+            answers = self._ask(lambda server: server.acquire_all(request, keys))
+        except RedisError:
+            self._undo(grants, request)
+            raise
+        granted = [each for each in answers.values() if each is not None]
+        if len(granted) >= self._majority:
+            limit = granted[0][0].limit
+            left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
+            if left > 0:
+                return [Granted(grant, limit) for grant in grants]
+        self._undo(grants, request)
+        return None
+
+    def _undo(self, grants: Sequence[Grant], request: Request) -> None:
+        """Take back, everywhere, what may have been granted; the rest lapses.
+
+        An explicit owner may have the key by another of its threads: only what was
+        counted now is given back.
+        """
+        count = None if request.explicit else 0
+        try:
+            self._ask(lambda server: server.release_all(grants, count=count, undo=True))
+        except RedisError:
+            return
+
+    def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
+        return self._renew([renewal], "up" if count is None else count)
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        return self._renew(renewals)
+
+    def _renew(self, renewals: Sequence[Renewal], count: int | str = "") -> Renewed:
+        answers = self._ask(lambda server: server.renew(renewals, count)).values()
+        renewed = Renewed()
+        for grant, _ in renewals:
+            extended = sum(grant in each.extended for each in answers)
+            reasons = [each.lost[grant] for each in answers if grant in each.lost]
+            if extended >= self._majority:
+                renewed.extended.add(grant)
+            elif len(reasons) > len(self._servers) - self._majority:
+                renewed.lost[grant] = Counter(reasons).most_common(1)[0][0]
+        return renewed
+
+    def release_all(
+        self, grants: Sequence[Grant], *, count: int | None, deadline: float
+    ) -> set[Grant]:
+        answers = self._ask(lambda server: server.release_all(grants, count=count))
+        released = Counter(grant for each in answers.values() for grant in each)
+        return {grant for grant in grants if released[grant] >= self._majority}
+
+    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+        self._ask(lambda server: server.release_all(grants, count=0, undo=True))
+
+    def read_all(
+        self, keys: Sequence[str], patience: float | None = None
+    ) -> dict[str, Reading]:
+        answers = list(self._ask(lambda server: server.read_all(keys)).values())
+        return {
+            key: self._agreed([each.get(key, Reading()) for each in answers])
+            for key in keys
+            if any(key in each for each in answers)
+        }
+
+    def _agreed(self, seen: Sequence[Reading]) -> Reading:
+        """Return what a majority says of a key: when so many will grant it."""
+        readings = sorted(seen, key=lambda each: each.remaining)
+        return readings[self._majority - 1]
+
+    def gate(self, request: Request) -> Gate | None:
+        return None
+
+    def move_clock(self, seconds: float) -> None:
+        self._ask(lambda server: server.make_older(seconds))
+
+    # Operators
+
+    def entries(self, key: str | None = None) -> Iterable[Entry]:
+        answers = self._ask(lambda server: list(server.entries(key))).values()
+        found: dict[str, list[Entry]] = {}
+        for entry in (entry for each in answers for entry in each):
+            found.setdefault(entry.key, []).append(entry)
+        free = self._majority - 1
+        for row_key in sorted(found):
+            # Servers that never had the key would grant it.
+            missing = len(answers) - len(found[row_key])
+            entries = sorted(found[row_key], key=lambda entry: entry.remaining)
+            yield entries[max(0, free - missing)]
+
+    def waiters(self, key: str) -> Waiters:
+        return Waiters()
+
+    def _force_release(
+        self, row_key: str, version: int | None, age: float
+    ) -> tuple[str, str, int | None] | None:
+        answers = self._ask(lambda server: server.force_release(row_key, version, age))
+        ended = [each for each in answers.values() if each is not None]
+        if len(ended) <= len(self._servers) - self._majority:
+            return None
+        owner, holder, _ = ended[0]
+        return owner, holder, None

@@ -1,0 +1,357 @@
+"""What a server is told: Lua scripts, each of which runs alone and whole.
+
+A lock's keys share a hash tag, so that a cluster has them in one place:
+
+* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version;
+* ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
+* ``…:alive``, a hash: until when each of them is thought to wait;
+* ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
+  it is kept for them;
+* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told.
+
+Moments are microseconds of the server's clock. A version is the moment of its grant,
+or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
+versions rise although rows are forgotten, by a restart without persistence too.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha1
+from typing import NamedTuple
+
+
+class Script(NamedTuple):
+    """A script's text, and the digest that the server knows it by."""
+
+    text: str
+    digest: str
+
+
+_COMMON = """
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local GRACE, FORGET, RETAIN = 250000, 3600000, 86400000
+
+local function number(value) return tonumber(value) or 0 end
+local function whole(value) return string.format('%.0f', value) end
+
+local function keep(row, expires)
+  redis.call('PEXPIREAT', row, whole(math.ceil(expires / 1000) + RETAIN))
+end
+
+local function describe(row)
+  local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
+    'expires', 'max_until', 'count')
+  if not f[4] then return {} end
+  return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
+    number(f[7]) - now, number(f[8]), number(f[6])}
+end
+
+local function first(queue, alive)
+  while true do
+    local ticket = redis.call('ZRANGE', queue, 0, 0)[1]
+    if not ticket then return nil end
+    if number(redis.call('HGET', alive, ticket)) > now then return ticket end
+    redis.call('ZREM', queue, ticket)
+    redis.call('HDEL', alive, ticket)
+  end
+end
+
+local function tell(queue, ticket, word)
+  local bell = string.sub(queue, 1, -6) .. 'bell:' .. ticket
+  redis.call('RPUSH', bell, word)
+  redis.call('PEXPIRE', bell, 30000)
+end
+
+local function let_in(queue, alive, rung, ticket)
+  redis.call('ZREM', queue, ticket)
+  redis.call('HDEL', alive, ticket)
+  redis.call('ZADD', rung, whole(now + GRACE), ticket)
+  redis.call('PEXPIRE', rung, 30000)
+end
+
+-- The first is told that the key is free; the second looks if the first doesn't come.
+local function ring(queue, alive, rung)
+  local ticket = first(queue, alive)
+  if not ticket then return end
+  let_in(queue, alive, rung, ticket)
+  tell(queue, ticket, 'go')
+  local second = first(queue, alive)
+  if second then tell(queue, second, 'look') end
+end
+
+local function reserved(rung)
+  redis.call('ZREMRANGEBYSCORE', rung, '-inf', whole(now))
+  return redis.call('ZCARD', rung)
+end
+"""
+
+
+def _script(text: str) -> Script:
+    text = _COMMON + text
+    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+ACQUIRE = _script("""
+local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local explicit, begin, ticket = ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9]
+local size = #KEYS - 4
+local chosen, version, soonest, expires_first
+local free = 0
+
+for i = 0, size - 1 do
+  local permit = (begin + i) % size
+  local row = KEYS[5 + permit]
+  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until')
+  local expires = number(f[3])
+  if expires <= now then
+    free = free + 1
+    if free == 1 then chosen, version = permit, number(f[2]) end
+  elseif f[1] == owner then
+    local max_until = number(f[4])
+    if explicit then
+      redis.call('HINCRBY', row, 'count', 1)
+      expires = math.max(expires, math.min(now + lease, max_until))
+      redis.call('HSET', row, 'expires', whole(expires))
+      keep(row, expires)
+    end
+    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0}
+  elseif not soonest or expires < expires_first then
+    soonest, expires_first = permit, expires
+  end
+end
+
+if free == 0 then
+  return {0, soonest, describe(KEYS[5 + soonest])}
+end
+
+local queued = redis.call('EXISTS', queue, rung) > 0
+if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
+  local head = first(queue, alive)
+  if reserved(rung) >= free or (head and head ~= ticket) then
+    return {0, chosen, describe(KEYS[5 + chosen])}
+  end
+end
+
+local row = KEYS[5 + chosen]
+version = math.max(version + 1, now)
+local max_until = now + max_hold
+local expires = now + math.min(lease, max_hold)
+redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
+  'version', whole(version), 'acquired', whole(now), 'expires', whole(expires),
+  'min_until', whole(now + at_least), 'max_until', whole(max_until))
+keep(row, math.max(expires, now + at_least))
+if ticket ~= '' then
+  redis.call('ZREM', queue, ticket)
+  redis.call('HDEL', alive, ticket)
+  redis.call('ZREM', rung, ticket)
+  redis.call('DEL', bell)
+end
+if queued and free - 1 > reserved(rung) then ring(queue, alive, rung) end
+return {1, chosen, version, max_until - now, 0}
+""")
+"""Grant a key, or the first free of its permits from one on.
+
+Keys: queue, alive, rung, bell, rows. Arguments: owner; lease, max_hold and
+hold_at_least; holder; note; whether the owner is explicit; the permit to begin with;
+the ticket, or nothing.
+"""
+
+ACQUIRE_ALL = _script("""
+local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local found = {}
+
+for i = 1, #KEYS, 3 do
+  local f = redis.call('HMGET', KEYS[i + 2], 'owner', 'version', 'expires')
+  local mine = ARGV[7] ~= '1' and f[1] == owner
+  if number(f[3]) > now and not mine then return {} end
+  if redis.call('EXISTS', KEYS[i], KEYS[i + 1]) > 0 then return {} end
+  found[#found + 1] = number(f[3]) > now and number(f[2])
+    or math.max(number(f[2]) + 1, now)
+end
+
+local max_until = now + max_hold
+local expires = now + math.min(lease, max_hold)
+for i, version in ipairs(found) do
+  local row = KEYS[3 * i]
+  redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
+    'count', 1, 'version', whole(version), 'acquired', whole(now),
+    'expires', whole(expires), 'min_until', whole(now + at_least),
+    'max_until', whole(max_until))
+  keep(row, math.max(expires, now + at_least))
+end
+return found
+""")
+"""Grant several free keys that nobody waits for, or none.
+
+Keys: queue, rung and row of each. Arguments: as for one key, up to ``explicit``.
+"""
+
+RELEASE = _script("""
+local left, undo, retried = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3] == '1'
+local answers = {}
+
+for i = 1, #KEYS / 4 do
+  local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
+  local owner, version = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until')
+  local same = version == '' or f[2] == version
+  local current = same and f[1] == owner
+  -- Of a version, only the lost reply of this very release leaves no owner.
+  answers[i] = (current or (same and f[1] == '' and retried)) and 1 or 0
+  if current then
+    local count = left or number(f[3]) - 1
+    if count > 0 then
+      redis.call('HSET', row, 'count', count)
+    else
+      local free_at = undo and now or math.max(now, number(f[4]))
+      redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at))
+      keep(row, free_at)
+      if redis.call('EXISTS', queue) > 0 then
+        if free_at <= now then
+          ring(queue, alive, rung)
+        else
+          local ticket = first(queue, alive)
+          if ticket then tell(queue, ticket, 'look') end
+        end
+      end
+    end
+  end
+end
+return answers
+""")
+"""Give back holds.
+
+Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
+to count down; whether they don't cool; whether this was sent before; owner and version
+(nothing: any) of each.
+"""
+
+RENEW = _script("""
+local answers = {}
+for i, row in ipairs(KEYS) do
+  local owner, version, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
+  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until')
+  local expires = number(f[3])
+  if f[1] == owner and (version == '' or f[2] == version) and expires > now then
+    expires = math.max(expires, math.min(now + lease, number(f[4])))
+    redis.call('HSET', row, 'expires', whole(expires))
+    keep(row, expires)
+    if ARGV[1] == 'up' then
+      redis.call('HINCRBY', row, 'count', 1)
+    elseif ARGV[1] ~= '' then
+      redis.call('HSET', row, 'count', ARGV[1])
+    end
+    answers[i] = 1
+  else
+    answers[i] = describe(row)
+  end
+end
+return answers
+""")
+"""Extend grants.
+
+Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or nothing;
+owner, version (nothing: any) and lease of each.
+"""
+
+FORFEIT = _script("""
+local f = redis.call('HMGET', KEYS[1], 'owner', 'version', 'count')
+if f[1] == ARGV[1] and (ARGV[2] == '' or f[2] == ARGV[2]) then
+  redis.call('HSET', KEYS[1], 'count', math.max(1, number(f[3]) - ARGV[3]))
+end
+""")
+"""Count holds of a grant no more. Key: row. Arguments: owner, version, how many."""
+
+READ = _script("""
+local answers = {}
+for i, row in ipairs(KEYS) do answers[i] = describe(row) end
+return answers
+""")
+"""Look at keys. Keys: rows."""
+
+QUEUE = _script("""
+local queue, alive, rung = KEYS[1], KEYS[2], KEYS[3]
+local ticket, seconds = ARGV[1], ARGV[2]
+if redis.call('ZSCORE', rung, ticket) then return {1, 0, 0} end
+
+redis.call('ZADD', queue, 'NX', whole(now), ticket)
+redis.call('HSET', alive, ticket, whole(now + seconds))
+redis.call('PEXPIRE', queue, FORGET)
+redis.call('PEXPIRE', alive, FORGET)
+
+local free, soonest = 0, nil
+for i = 4, #KEYS do
+  local expires = number(redis.call('HGET', KEYS[i], 'expires'))
+  if expires <= now then free = free + 1 end
+  soonest = math.min(soonest or expires, expires)
+end
+if free > reserved(rung) and first(queue, alive) == ticket then
+  let_in(queue, alive, rung, ticket)
+  return {1, 0, 0}
+end
+return {0, redis.call('ZRANK', queue, ticket), soonest - now}
+""")
+"""Queue for a key, or go on queueing: whether it is free for this one, how many are
+before it, and when a row is free by itself.
+
+Keys: queue, alive, rung, rows. Arguments: ticket; for how long it is thought to wait.
+"""
+
+LEAVE = _script("""
+local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+redis.call('ZREM', queue, ARGV[1])
+redis.call('HDEL', alive, ARGV[1])
+redis.call('DEL', bell)
+if redis.call('ZREM', rung, ARGV[1]) == 1 then ring(queue, alive, rung) end
+tell(queue, ARGV[1], 'gone')
+redis.call('PEXPIRE', bell, 1000)
+""")
+"""Queue no longer. Keys: queue, alive, rung, bell. Argument: ticket."""
+
+WAITERS = _script("""
+local found = {}
+for _, ticket in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  if number(redis.call('HGET', KEYS[2], ticket)) > now then
+    found[#found + 1] = {ticket, redis.call('ZSCORE', KEYS[1], ticket)}
+  end
+end
+return found
+""")
+"""Who waits. Keys: queue, alive."""
+
+MAKE_OLDER = _script("""
+for i = 1, #KEYS, 2 do
+  local queue, row = KEYS[i], KEYS[i + 1]
+  for _, ticket in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
+    tell(queue, ticket, 'now')
+  end
+  if number(redis.call('HGET', row, 'expires')) > now then
+    for _, moment in ipairs({'acquired', 'expires', 'min_until', 'max_until'}) do
+      local value = number(redis.call('HGET', row, moment))
+      if value > 0 then redis.call('HSET', row, moment, whole(value - ARGV[1])) end
+    end
+  end
+end
+""")
+"""Let time pass, for tests. Keys: queue and row of each. Argument: how much."""
+
+FORCE_RELEASE = _script("""
+local queue, alive, rung, row = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local f = redis.call('HMGET', row, 'owner', 'version', 'acquired', 'expires', 'holder')
+local version, acquired = number(f[2]), number(f[3])
+if f[1] == '' and number(f[4]) <= now then return {} end
+if not f[2] or (ARGV[1] ~= '' and f[2] ~= ARGV[1]) then return {} end
+if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
+redis.call('HSET', row, 'owner', '', 'count', 0, 'version', whole(version + 1),
+  'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0)
+keep(row, now)
+ring(queue, alive, rung)
+return {f[1], f[5], version}
+""")
+"""Free a key over its holder's head.
+
+Keys: queue, alive, rung, row. Arguments: the version, or nothing for any; how long it
+must have been held.
+"""

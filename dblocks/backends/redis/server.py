@@ -1,0 +1,324 @@
+"""One server: the verbs, each a script, in the terms of the engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from itertools import islice
+from typing import Any
+
+from redis.exceptions import ConnectionError, TimeoutError
+
+from ...permits import apart, row_key, row_keys
+from ..values import (
+    Entry,
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    Waiters,
+)
+from . import scripts
+from .client import PATIENCE, Client
+
+MICRO = 1_000_000
+
+BATCH = 500
+"""Rows that are read or written by one call, so that others' calls come in between."""
+
+
+class Server:
+    """Keeps locks on one server, or on one of several.
+
+    Args:
+        has_tokens: Whether versions are the caller's fencing tokens; those of one of
+            several servers are not.
+    """
+
+    def __init__(self, client: Client, prefix: str, *, has_tokens: bool = True) -> None:
+        self.client = client
+        self._prefix = prefix
+        self._has_tokens = has_tokens
+        self._row = re.compile(
+            re.escape(prefix) + r"\{lock:(.*)\}:row(?::(\d+))?", re.DOTALL
+        )
+
+    # Names
+
+    def _base(self, key: str) -> str:
+        return f"{self._prefix}{{lock:{key}}}:"
+
+    def row(self, row_key: str) -> str:
+        """Return the name of a row's hash."""
+        key, permit = apart(row_key)
+        return f"{self._base(key)}row" + ("" if permit is None else f":{permit}")
+
+    def _queue(self, key: str) -> list[str]:
+        base = self._base(key)
+        return [f"{base}queue", f"{base}alive", f"{base}rung"]
+
+    def _bell(self, key: str, ticket: str) -> str:
+        return f"{self._base(key)}bell:{ticket}"
+
+    # The verbs
+
+    def acquire(
+        self, request: Request, ticket: str = "", patience: float = PATIENCE
+    ) -> Granted | Reading:
+        """Grant a key, or say who has it."""
+        keys = row_keys(request.key, request.permits)
+        answer = self.client.run(
+            scripts.ACQUIRE,
+            [
+                *self._queue(request.key),
+                self._bell(request.key, ticket),
+                *map(self.row, keys),
+            ],
+            [*_terms(request), request.permit, ticket],
+            patience=patience,
+        )
+        key = keys[answer[1]]
+        if not answer[0]:
+            permit = None if request.permits == 1 else answer[1]
+            return replace(self._reading(answer[2]), permit=permit)
+        _, _, version, limit, again = answer
+        granted = self._granted(key, request, version, limit)
+        return granted._replace(again=bool(again))
+
+    def _granted(self, key: str, request: Request, version: int, limit: int) -> Granted:
+        token = version if self._has_tokens else None
+        return Granted(Grant(key, request.owner, token), limit / MICRO)
+
+    def forfeit(self, grant: Grant, holds: int) -> None:
+        """Count holds of an explicit owner's grant no more."""
+        self.client.run(
+            scripts.FORFEIT,
+            [self.row(grant.key)],
+            [grant.owner, _version(grant), holds],
+        )
+
+    def acquire_all(
+        self, request: Request, keys: Sequence[str], patience: float = PATIENCE
+    ) -> list[Granted] | None:
+        """Grant several free keys that nobody waits for, or none."""
+        names: list[str] = []
+        for key in keys:
+            queue, _, rung = self._queue(key)
+            names += queue, rung, self.row(key)
+        terms = _terms(request)
+        versions = self.client.run(scripts.ACQUIRE_ALL, names, terms, patience=patience)
+        if not versions:
+            return None
+        limit = int(terms[2])
+        return [
+            self._granted(key, request, version, limit)
+            for key, version in zip(keys, versions, strict=True)
+        ]
+
+    def release_all(
+        self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
+    ) -> set[Grant]:
+        """Give back one hold of each, or all but ``count``; return the current ones."""
+        names: list[str] = []
+        owners: list[str | int] = []
+        for grant in grants:
+            names += [*self._queue(apart(grant.key)[0]), self.row(grant.key)]
+            owners += grant.owner, _version(grant)
+        answers = self.client.run(
+            scripts.RELEASE,
+            names,
+            ["" if count is None else count, int(undo), 0, *owners],
+            retried_at=2,
+        )
+        return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
+
+    def renew(self, renewals: Sequence[Renewal], count: int | str = "") -> Renewed:
+        """Extend grants; ``count`` is how many holds there are then, or ``up``."""
+        renewed = Renewed()
+        for batch in _batches(renewals):
+            arguments: list[str | int] = [count]
+            for grant, lease in batch:
+                arguments += grant.owner, _version(grant), _micro(lease)
+            rows = [self.row(grant.key) for grant, _ in batch]
+            answers = self.client.run(scripts.RENEW, rows, arguments)
+            for (grant, _), answer in zip(batch, answers, strict=True):
+                if answer == 1:
+                    renewed.extended.add(grant)
+                else:
+                    seen = self._reading(answer)
+                    renewed.lost[grant] = seen.reason_for(grant) or "taken"
+        return renewed
+
+    def read_all(
+        self, keys: Sequence[str], patience: float = PATIENCE
+    ) -> dict[str, Reading]:
+        """Look at rows; those that were never taken, or long ago, are left out."""
+        found = {}
+        for batch in _batches(keys):
+            answers = self._read(batch, patience)
+            for key, answer in zip(batch, answers, strict=True):
+                if answer:
+                    found[key] = self._reading(answer)
+        return found
+
+    def _read(self, keys: Sequence[str], patience: float = PATIENCE) -> Any:
+        rows = list(map(self.row, keys))
+        return self.client.run(scripts.READ, rows, patience=patience)
+
+    # The queue
+
+    def queue(
+        self, request: Request, ticket: str, seconds: float
+    ) -> tuple[bool, int, float]:
+        """Queue for a key for so long.
+
+        Returns:
+            Whether it is free for this one, how many are before it, and in how many
+            seconds the key is free by itself.
+        """
+        keys = row_keys(request.key, request.permits)
+        is_free, place, soonest = self.client.run(
+            scripts.QUEUE,
+            [*self._queue(request.key), *map(self.row, keys)],
+            [ticket, _micro(seconds)],
+        )
+        return bool(is_free), place, soonest / MICRO
+
+    def listen(self, key: str, ticket: str, seconds: float) -> str:
+        """Wait for what the queue tells this one; nothing if it tells nothing."""
+        # The server looks at its clock ten times a second: this one ends the wait.
+        command = ("BLPOP", self._bell(key, ticket), seconds + 1)
+        try:
+            _, word = self.client.send(*command, answers_within=seconds)
+        except (ConnectionError, TimeoutError):
+            # The next question to the server tells whether it is out of reach.
+            return ""
+        return str(word, "ascii")
+
+    def leave(self, key: str, ticket: str) -> None:
+        """Queue no longer."""
+        self.client.run(
+            scripts.LEAVE, [*self._queue(key), self._bell(key, ticket)], [ticket]
+        )
+
+    def _reading(self, answer: Sequence[Any]) -> Reading:
+        if not answer:
+            return Reading()
+        owner, holder, note, version, acquired, remaining, limit, _, _ = answer
+        return Reading(
+            owner=owner.decode(),
+            holder=holder.decode(),
+            note=note.decode(),
+            version=version if self._has_tokens else None,
+            acquired_at=_moment(acquired),
+            remaining=remaining / MICRO,
+            limit=limit / MICRO,
+        )
+
+    # Operators
+
+    def waiters(self, key: str) -> Waiters:
+        """Tell who waits: one a process."""
+        found = self.client.run(scripts.WAITERS, self._queue(key)[:2])
+        since = _moment(int(found[0][1])) if found else None
+        names = (ticket.decode().partition(" ")[2] for ticket, _ in found)
+        return Waiters(len(found), since, tuple(names))
+
+    def entries(self, key: str | None = None) -> Iterator[Entry]:
+        """Return what is known of all locks, or of a key and its permits."""
+        for batch in _batches(self._find(key)):
+            for each, answer in zip(batch, self._read(batch), strict=True):
+                if answer:
+                    yield self._entry(each, answer)
+
+    def make_older(self, seconds: float) -> None:
+        """Let time pass for all locks."""
+        for batch in _batches(self._find(None)):
+            names: list[str] = []
+            for each in batch:
+                names += self._queue(apart(each)[0])[0], self.row(each)
+            self.client.run(scripts.MAKE_OLDER, names, [_micro(seconds)])
+
+    def _entry(self, row_key: str, answer: Sequence[Any]) -> Entry:
+        seen = self._reading(answer)
+        return Entry(
+            key=row_key,
+            owner=seen.owner,
+            holder=seen.holder,
+            note=seen.note,
+            hold_count=answer[7],
+            version=seen.version,
+            acquired_at=seen.acquired_at,
+            expires_at=_moment(answer[8]),
+            remaining=seen.remaining,
+        )
+
+    def _find(self, key: str | None) -> list[str]:
+        """Return the keys of all rows, or of those of a key."""
+        which = "*" if key is None else _literally(key)
+        pattern = f"{_literally(self._prefix)}{{lock:{which}}}:row*"
+        found, cursor = set(), "0"
+        while True:
+            answer = self.client.send("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            cursor = answer[0].decode()
+            for name in answer[1]:
+                match = self._row.fullmatch(name.decode())
+                if match is not None and key in (None, match[1]):
+                    permit = None if match[2] is None else int(match[2])
+                    found.add(row_key(match[1], permit))
+            if cursor == "0":
+                return sorted(found)
+
+    def force_release(
+        self, row_key: str, version: int | None, age: float
+    ) -> tuple[str, str, int] | None:
+        """Free a row; return owner, holder and version of the grant that it ended."""
+        answer = self.client.run(
+            scripts.FORCE_RELEASE,
+            [*self._queue(apart(row_key)[0]), self.row(row_key)],
+            ["" if version is None else version, _micro(age)],
+        )
+        if not answer:
+            return None
+        return answer[0].decode(), answer[1].decode(), answer[2]
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * MICRO)
+
+
+def _version(grant: Grant) -> int | str:
+    return "" if grant.version is None else grant.version
+
+
+def _terms(request: Request) -> list[str | int]:
+    return [
+        request.owner,
+        _micro(request.lease),
+        _micro(request.max_hold),
+        _micro(request.hold_at_least),
+        request.holder,
+        request.note,
+        int(request.explicit),
+    ]
+
+
+def _batches(items: Sequence[Any]) -> Iterator[Any]:
+    rest = iter(items)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
+
+
+def _moment(micro: int) -> datetime | None:
+    if not micro:
+        return None
+    return datetime.fromtimestamp(micro / MICRO, timezone.utc)
+
+
+def _literally(text: str) -> str:
+    """Return a pattern of Redis that only this text matches."""
+    return re.sub(r"([*?\[\]^\\-])", r"\\\1", text)

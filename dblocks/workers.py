@@ -1,0 +1,78 @@
+"""Threads of dblocks' own that make calls and, when idle, wait a while for the next."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from . import forks
+
+LINGER = 2.0
+"""Seconds for which an idle thread, with what it has open, waits for the next call."""
+
+Call = Callable[[], object]
+
+
+class Workers:
+    """As many threads as there are calls at a time.
+
+    Args:
+        name: The threads'.
+        session: What each of them runs in, from its start to its end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.name = name
+        self.session = session
+        self.idle: deque[_Worker] = deque()
+        forks.in_child(self.idle.clear)
+
+    def start(self, call: Call) -> None:
+        """Make a call, which must not raise, in a thread.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        try:
+            worker = self.idle.pop()
+        except IndexError:
+            worker = _Worker(self)
+            # First the call: an interrupt behind the start leaves none without one.
+            worker.calls.put(call)
+            worker.start()
+        else:
+            worker.calls.put(call)
+
+
+class _Worker(threading.Thread):
+    """Makes one call after the other; between two it is in the list of idle ones."""
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(name=workers.name, daemon=True)
+        self._workers = workers
+        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        with self._workers.session():
+            while (call := self._next()) is not None:
+                call()
+                del call
+                self._workers.idle.append(self)
+
+    def _next(self) -> Call | None:
+        try:
+            return self.calls.get(timeout=LINGER)
+        except queue.Empty:
+            try:
+                self._workers.idle.remove(self)
+            except ValueError:
+                # Somebody has just chosen it.
+                return self.calls.get()
+            return None
