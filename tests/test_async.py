@@ -117,7 +117,7 @@ class Inside:
 
 
 def test_a_thousand_cancellations(
-    lock: Locks, key: str, opened: Open, committed: None
+    backend: str, lock: Locks, key: str, opened: Open, committed: None
 ) -> None:
     """Tasks cancelled anywhere in acquire, body and release leave nothing behind."""
     chance = random.Random(20240229)
@@ -125,9 +125,6 @@ def test_a_thousand_cancellations(
     inside = {name: Inside() for name in keys}
     cancelled = 0
     pace = 0.0
-
-    def entries() -> int:
-        return sum(each.entries for each in inside.values())
 
     async def visit(name: str, stay: float) -> None:
         async with lock(name, lease=60, timeout=DEADLINE):
@@ -168,13 +165,16 @@ def test_a_thousand_cancellations(
                 pass
         # At its slowest what leaves time for 25 rounds.
         pace = min((time.monotonic() - started) / 5, 0.03)
-        while cancelled < 1000 or entries() <= 10:
+        while cancelled < 1000:
             await round_of(40)
+            # What was abandoned keeps the threads busy that ask several servers.
+            await asyncio.sleep(0.1 * (asked_at_once(backend) > 0))
         for name in keys:
             lease = await lock(name).aacquire(timeout=SLACK)
             await lease.arelease()
 
     run(main())
+    assert sum(each.entries for each in inside.values()) > 10
     eventually(lambda: not opened.threads(), what="the end of the threads")
     eventually(lambda: not opened.connected(), what="the end of the connections")
 
@@ -222,7 +222,7 @@ def test_hundreds_wait(
 
 
 def test_hundreds_time_out(
-    acquire: Leases, lock: Locks, other: OtherThread, opened: Open
+    backend: str, acquire: Leases, lock: Locks, other: OtherThread, opened: Open
 ) -> None:
     """Nor do they when the time of all runs out at once; each is told who holds."""
     other.do(acquire, note="the import")
@@ -231,13 +231,18 @@ def test_hundreds_time_out(
     assert {type(result) for result in results} == {LockTimeout}
     assert {result.note for result in results} == {"the import"}
     assert all(20 < result.retry_after <= 60 for result in results)
-    assert opened.most_threads <= FEW_THREADS
+    assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
     assert opened.most_connections <= FEW_CONNECTIONS
     assert not inside.entries
 
 
 def test_hundreds_time_out_at_a_slow_server(
-    lock: Locks, opened: Open, acquire: Leases, other: OtherThread, slow: None
+    backend: str,
+    lock: Locks,
+    opened: Open,
+    acquire: Leases,
+    other: OtherThread,
+    slow: None,
 ) -> None:
     """Nor before the first of them has had any answer."""
     other.do(acquire, note="the import")
@@ -245,7 +250,7 @@ def test_hundreds_time_out_at_a_slow_server(
     results = run(main(opened, asyncio.sleep(0)))
     assert {type(result) for result in results} == {LockTimeout}
     assert {result.note for result in results} == {"the import"}
-    assert opened.most_threads <= FEW_THREADS
+    assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
 
 
 def test_first_come_first_served(lock: Locks, acquire: Leases) -> None:

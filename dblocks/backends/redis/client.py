@@ -66,6 +66,8 @@ class Client:
             "socket_timeout": SOCKET_TIMEOUT,
             "socket_connect_timeout": SOCKET_TIMEOUT,
             "socket_keepalive": True,
+            # As many as there are threads that ask.
+            "max_connections": 2**31,
             **given,
             # What may be sent again, and for how long, is known here alone.
             "retry": Retry(NoBackoff(), 0),
