@@ -146,7 +146,7 @@ def distributed_lock(
         )
     return Lock(
         keys=validation.named(keys),
-        permits=validation.permits(permits, keys),
+        permits=validation.permits(permits, of_one=len(keys) == 1),
         on_locked=validation.on_locked(on_locked),
         timeout=timeout if timeout is UNSET else validation.timeout(timeout),
         lease=lease if isinstance(lease, Unset) else validation.lease(lease),

@@ -105,7 +105,7 @@ class Lock(Generic[L]):
             _is_literal=False,
             _is_one=is_one,
         )
-        validation.permits(self.permits, lock.keys if is_one else ("", ""))
+        validation.permits(self.permits, of_one=is_one)
         return lock
 
     # Acquiring

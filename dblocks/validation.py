@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from .exceptions import InvalidKey
-from .permits import MAX_PERMITS, SEPARATOR, row_key, row_keys
+from .permits import MAX_PERMITS, SEPARATOR, row_key
 
 T = TypeVar("T")
 
@@ -75,25 +75,18 @@ def _counted(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
-def permits(value: object, keys: tuple[Key, ...]) -> int:
-    """Return how many may hold a lock of these keys at a time."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"permits must be an int, not {value!r}")
-    if not 1 <= value <= MAX_PERMITS:
-        raise ValueError(f"permits must be from 1 to {MAX_PERMITS:,}, not {value!r}")
-    if value > 1 and len(keys) > 1:
-        raise ValueError(f"permits={value!r} is for one key, not for several")
-    return value
+def permits(value: object, *, of_one: bool) -> int:
+    """Return how many may hold a lock, of one key or of several, at a time."""
+    number = _integer("permits", value, 1, MAX_PERMITS)
+    if number > 1 and not of_one:
+        raise ValueError(f"permits={number} is for one key, not for several")
+    return number
 
 
 def key_of_permits(value: str, permits: int) -> str:
     """Return a key that has room for the numbers of its permits."""
-    room = MAX_KEY - len(row_keys("", permits)[-1])
-    if permits > 1 and len(value) > room:
-        raise InvalidKey(
-            f"key must not be longer than {room} characters with permits={permits} "
-            f"({len(value)}): {value!r}"
-        )
+    if permits > 1:
+        _row_key(value, permits - 1, f"permits={permits}")
     return value
 
 
@@ -102,16 +95,26 @@ def key_of_row(value: object, permit: object) -> str:
     name = key(value)
     if permit is None:
         return name
-    if not isinstance(permit, int) or isinstance(permit, bool):
-        raise TypeError(f"permit must be an int or None, not {permit!r}")
-    if not 0 <= permit < MAX_PERMITS:
-        raise ValueError(f"permit must be from 0 to {MAX_PERMITS - 1}, not {permit!r}")
-    whole = row_key(name, permit)
+    number = _integer("permit", permit, 0, MAX_PERMITS - 1)
+    return _row_key(name, number, f"permit={number}")
+
+
+def _integer(name: str, value: object, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most:,}, not {value!r}")
+    return value
+
+
+def _row_key(key: str, permit: int, asked: str) -> str:
+    """Return the key of a permit's row, for which the key must leave room."""
+    whole = row_key(key, permit)
     if len(whole) > MAX_KEY:
         room = MAX_KEY - len(row_key("", permit))
         raise InvalidKey(
-            f"key must not be longer than {room} characters with permit={permit} "
-            f"({len(name)}): {name!r}"
+            f"key must not be longer than {room} characters with {asked} "
+            f"({len(key)}): {key!r}"
         )
     return whole
 
