@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +39,9 @@ PATIENCE = 1.0
 LONGEST_PATIENCE = 10.0
 """The most of them."""
 
+KEPT_IDLE = 64
+"""Connections that are kept for the next commands."""
+
 _TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, TryAgainError)
 _LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
 
@@ -57,6 +62,8 @@ class Client:
     def __init__(self, alias: str, location: str, options: Mapping[str, Any]) -> None:
         self.alias = alias
         url = urlsplit(location)
+        self._pid = os.getpid()
+        self._idle: deque[Any] = deque()
         #: The server's name without user and password.
         self.name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
         given = dict(options)
@@ -108,20 +115,42 @@ class Client:
             ) from error
 
     def _send(self, command: Sequence[Argument], answers_within: float | None) -> Any:
-        connection: Any = self._pool.get_connection()
+        connection = self._take()
         try:
-            connection.send_command(*command)
+            connection.send_packed_command([_packed(command)])
             if answers_within is not None and not connection.can_read(answers_within):
                 raise TimeoutError("no answer")
-            return connection.read_response()
+            answer = connection.read_response()
         except ResponseError:
+            self._give_back(connection)
             raise
-        except BaseException:
+        except BaseException as error:
             # An answer that comes later must not be taken for another command's.
             connection.disconnect()
+            if isinstance(error, ConnectionError):
+                # The others were idle for as long.
+                self._idle.clear()
             raise
-        finally:
-            self._pool.release(connection)
+        self._give_back(connection)
+        return answer
+
+    def _take(self) -> Any:
+        """Return a connection that nobody else uses."""
+        if self._pid != os.getpid():
+            # A forked child leaves its parent's alone.
+            self._pid, self._idle = os.getpid(), deque()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            connection: Any = self._pool.make_connection()
+            connection.connect()
+            return connection
+
+    def _give_back(self, connection: Any) -> None:
+        if len(self._idle) < KEPT_IDLE and self._pid == os.getpid():
+            self._idle.append(connection)
+        else:
+            connection.disconnect()
 
     def run(
         self,
@@ -168,7 +197,17 @@ class Client:
 
     def close(self) -> None:
         """Close what is open."""
-        self._pool.disconnect()
+        idle, self._idle = self._idle, deque()
+        for connection in idle:
+            connection.disconnect()
+
+
+def _packed(command: Sequence[Argument]) -> bytes:
+    parts = [b"*%d\r\n" % len(command)]
+    for each in command:
+        part = each if isinstance(each, bytes) else str(each).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(part), part))
+    return b"".join(parts)
 
 
 __all__ = ["Client", "RedisError"]
