@@ -15,7 +15,6 @@ from django.db.backends.utils import CursorWrapper
 import dblocks
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
 from dblocks.conf import backends
-from dblocks.models import DistributedLock
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
 
@@ -346,11 +345,7 @@ def test_forced_out_beside_its_successor(
 ) -> None:
     """Renewing the successor, in the same process, doesn't renew who was forced out."""
     first = acquire(lease=scaled(1.5))
-    if backend == "default":
-        assert DistributedLock.objects.force_release(key)
-    else:
-        engine: Any = backends[backend]
-        assert engine.force_release(key)
+    assert backends[backend].force_release(key)
     second = other.do(distributed_lock(key, lease=scaled(1.5), backend=backend).acquire)
     eventually(lambda: not first.held, within=scaled(0.5) + SLACK, what="the loss")
     assert first.lost_reason == "taken"

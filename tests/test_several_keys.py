@@ -28,6 +28,7 @@ from dblocks import (
     signals,
     transaction_lock,
 )
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.factories import AccountFactory
@@ -204,7 +205,7 @@ def test_one_is_lost(
 
     def lose(leases: Leases) -> None:
         leases.on_lost(told.append)
-        force_release(names[1], backend)
+        assert backends[backend].force_release(names[1])
         with pytest.raises(LeaseLost) as caught:
             leases.renew()
         assert caught.value.key == names[1]
@@ -219,15 +220,6 @@ def test_one_is_lost(
     assert caught.value.key == names[1]
     assert free(*names)
     assert len(told) == 1
-
-
-def force_release(key: str, backend: str) -> None:
-    """Force-release a key on the engine under test."""
-    from dblocks.conf import backends
-
-    engine: Any = backends[backend]
-    verbs = DistributedLock.objects if engine.has_table else engine
-    assert verbs.force_release(key)
 
 
 @pytest.mark.database_backend

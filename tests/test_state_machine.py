@@ -417,8 +417,7 @@ class Locks(RuleBasedStateMachine):
 
     @rule(row=st.sampled_from(ROWS))
     def force_release(self, row: str) -> None:
-        reference, backend = self.rows[row], backends[self.alias]
-        force = getattr(backend, "force_release", locks.force_release)
+        reference, force = self.rows[row], backends[self.alias].force_release
         key, permit = apart(self.prefix + row)
         there = reference.grant is not None or reference.taken(self.now)
         assert force(key, permit=permit) is there

@@ -31,6 +31,7 @@ from ..values import (
     Renewal,
     Renewed,
     Request,
+    Waiters,
 )
 from . import (
     dialects,
@@ -320,6 +321,19 @@ class DatabaseBackend(DatabaseChecks):
         except DatabaseError:
             return {}
 
+    # Operators
+
+    def waiters(self, key: str) -> Waiters:
+        found: Waiters = self._locks().waiters(key)
+        return found
+
+    def force_release(self, key: str, **which: Any) -> bool:
+        released: bool = self._locks().force_release(key, **which)
+        return released
+
+    def _locks(self) -> Any:
+        return apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
+
     # Tests
 
     def test_connection(self) -> object:
@@ -377,7 +391,7 @@ class DatabaseBackend(DatabaseChecks):
         run(self.using, table.make_older, seconds)
 
     def clear(self) -> None:
-        locks = apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
+        locks = self._locks()
         for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             key, permit = apart(row)
             locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
