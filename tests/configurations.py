@@ -95,6 +95,7 @@ ONCE = {
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
     "settings": "sqlite",  # how a setting is read
     "signals": "sqlite",  # what is sent to whom
+    "zookeeper": "zookeeper",  # an engine's own ways
 }
 """The modules for which no database matters, and the configuration that has them."""
 
@@ -136,6 +137,7 @@ SECONDS = {
     "recipes": 15,
     "shop": 15,
     "shop_site": 15,
+    "zookeeper": 60,
 }
 """How long modules take, more or less, while other runs go on."""
 
@@ -180,6 +182,7 @@ class Configuration:
             "DATABASE_ISOLATION": self.isolation,
             "SQLITE_OPTIONS": ",".join(self.sqlite),
             "CONTRACT_BACKENDS": self.contract_backends,
+            "TEST_RUN": run,
             # Which makes everything take half as long again.
             "PYTHONDEVMODE": "1" if self.name == "sqlite" else "",
             # Looking at each allocation for mistakes of C code costs a tenth of the
@@ -200,7 +203,8 @@ class Configuration:
     def modules(self, *, brief: bool, short: bool) -> list[str]:
         """What is run on it, unless told what to run."""
         if self.engine is not None:
-            return sorted(CONTRACT)
+            own = {name for name, where in ONCE.items() if where == self.engine}
+            return sorted(CONTRACT | own)
         return [
             name
             for name in MODULES
@@ -226,6 +230,7 @@ CONFIGURATIONS = {
         Configuration("sqlite-memory", core=True),
         Configuration("redis", engine="redis"),
         Configuration("redlock", engine="redlock"),
+        Configuration("zookeeper", engine="zookeeper"),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
         Configuration("faults-sqlite", faults=True),

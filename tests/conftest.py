@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "needs(*abilities): not applicable to engines that declare to lack one",
     )
+    config.addinivalue_line("markers", "engine(alias): about this engine alone")
     if settings.DATABASES["default"]["NAME"] == ":memory:":
         # Django never closes a connection to a database in memory, and Python 3.13
         # complains about each, in the tests and after the last one, when pytest's own

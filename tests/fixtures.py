@@ -76,6 +76,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         aliases = settings.CONTRACT_BACKENDS
         if metafunc.definition.get_closest_marker("database_backend") is not None:
             aliases = ["default"]
+        engine = metafunc.definition.get_closest_marker("engine")
+        if engine is not None:
+            aliases = [alias for alias in aliases if alias in engine.args]
         metafunc.parametrize("backend", aliases, indirect=True)
 
 
@@ -104,6 +107,9 @@ def backend(request: pytest.FixtureRequest) -> str:
             if not getattr(backends[alias], ability):
                 pytest.skip(f"not applicable: {alias} declares {ability} = False")
     request.getfixturevalue("committed")
+    if alias not in {"default", "locmem"}:
+        # The process's connection, which stays.
+        backends[alias].read("ready")
     return alias
 
 
@@ -113,12 +119,23 @@ def key() -> str:
     return f"test:{next(SERIAL)}:{uuid.uuid4().hex[:12]}"
 
 
+def fitting(backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a lock as an engine can have them.
+
+    One whose leases are all of one length has a short one in the tests, which stands
+    for the test's own: what depends on that length needs ``has_own_leases``.
+    """
+    if not backends[backend].has_own_leases:
+        options.pop("lease", None)
+    return options
+
+
 @pytest.fixture
 def lock(backend: str, key: str) -> Callable[..., Lock]:
     """Make locks on the test's key (or another one) in the engine under test."""
 
     def make(key: str = key, **options: Any) -> Lock:
-        return distributed_lock(key, backend=backend, **options)
+        return distributed_lock(key, backend=backend, **fitting(backend, options))
 
     return make
 

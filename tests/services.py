@@ -1,4 +1,4 @@
-"""Private MariaDB, PostgreSQL and Redis servers for tests and development.
+"""Private MariaDB, PostgreSQL, Redis and ZooKeeper servers for tests and development.
 
 A server runs from the binaries that are installed, on a free port of the loopback
 interface, with its data in a temporary folder. It ends with the block, and within a
@@ -474,8 +474,91 @@ class Redis(Server):
         return self.folder / "socket"
 
 
+class ZooKeeper(Server):
+    """A private ZooKeeper server, alone or as one of an ensemble.
+
+    ``members`` are the addresses of all servers of the ensemble, this one's included,
+    each with its two ports for the others; ``number`` says which this one is. A tick
+    is so short that sessions of half a second can be had.
+    """
+
+    name = "zookeeper"
+    account = "zookeeper"
+    package = "zookeeper default-jre-headless"
+
+    TICK = 0.1
+
+    def __init__(
+        self, *, number: int = 0, members: Sequence[str] = (), **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.number = number
+        self.members = list(members)
+
+    def command(self) -> list[str]:
+        (self.folder / "config").write_text(self._configuration())
+        data = self.folder / "data"
+        data.mkdir(exist_ok=True)
+        (data / "myid").write_text(f"{self.number}")
+        if os.geteuid() == 0:
+            account = pwd.getpwnam(self.account)
+            for path in (data, data / "myid", self.folder / "config"):
+                os.chown(path, account.pw_uid, account.pw_gid)
+        return [
+            self.program("java"),
+            *("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"),
+            *([] if self.durable else ["-Dzookeeper.forceSync=no"]),
+            *("-cp", "/usr/share/java/zookeeper.jar"),
+            "org.apache.zookeeper.server.quorum.QuorumPeerMain",
+            str(self.folder / "config"),
+            *self.arguments,
+        ]
+
+    def _configuration(self) -> str:
+        tick = round(self.TICK * 1000)
+        lines = [
+            f"dataDir={self.folder / 'data'}",
+            f"clientPort={self.port}",
+            f"clientPortAddress={HOST}",
+            f"tickTime={tick}",
+            f"minSessionTimeout={4 * tick}",
+            "maxSessionTimeout=60000",
+            "maxClientCnxns=0",
+            "admin.enableServer=false",
+            "4lw.commands.whitelist=*",
+            "initLimit=100",
+            "syncLimit=20",
+        ]
+        for number, member in enumerate(self.members, 1):
+            lines.append(f"server.{number}={member}")
+        return "\n".join(lines) + "\n"
+
+    def ping(self) -> bool:
+        # A server of an ensemble that has no majority says that it isn't serving.
+        return "Mode: " in self.ask("srvr")
+
+    def ask(self, word: str) -> str:
+        """Return the answer to a command of four letters; empty without one."""
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((HOST, self.port), timeout=1) as connection,
+        ):
+            connection.sendall(word.encode())
+            return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+        return ""
+
+    def create(self, database: str) -> None:
+        """There is one tree."""
+
+    def url(self, database: str = "") -> str:
+        return super().url(database)
+
+    def address(self, database: str) -> str:
+        return f"{HOST}:{self.port}"
+
+
 SERVERS: dict[str, type[Server]] = {
-    server.name: server for server in (MariaDB, PostgreSQL, Redis)
+    server.name: server for server in (MariaDB, PostgreSQL, Redis, ZooKeeper)
 }
 
 
@@ -489,6 +572,8 @@ def engine(name: str) -> Iterator[dict[str, str]]:
             case "redlock":
                 urls = [stack.enter_context(Redis()).url() for _ in range(5)]
                 yield {"REDLOCK_URLS": ",".join(urls)}
+            case "zookeeper":
+                yield {"ZOOKEEPER_HOSTS": stack.enter_context(ZooKeeper()).url()}
             case _:
                 raise ServerError(f"There is no engine {name!r}.")
 

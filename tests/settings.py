@@ -11,6 +11,9 @@ INSTALLED_APPS = [*PROJECT_APPS, "tests.testapp"]
 #: Aliases in DBLOCKS of the engines that the contract suite runs on.
 CONTRACT_BACKENDS = env.list("CONTRACT_BACKENDS", default=["default", "locmem"])
 
+#: What keeps the locks of runs on the same servers apart.
+RUN = "dblocks-" + env.str("TEST_RUN", "tests")
+
 DBLOCKS = {
     "locmem": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"},
 }
@@ -18,14 +21,20 @@ if "REDIS_URL" in env:
     DBLOCKS["redis"] = {
         "BACKEND": "dblocks.backends.redis.RedisBackend",
         "LOCATION": env.str("REDIS_URL"),
+        "KEY_PREFIX": f"{RUN}:",
     }
 if "REDLOCK_URLS" in env:
     DBLOCKS["redlock"] = {
         "BACKEND": "dblocks.backends.redis.RedisBackend",
         "LOCATION": env.list("REDLOCK_URLS"),
+        "KEY_PREFIX": f"{RUN}:",
     }
 if "ZOOKEEPER_HOSTS" in env:
     DBLOCKS["zookeeper"] = {
         "BACKEND": "dblocks.backends.zookeeper.ZooKeeperBackend",
         "LOCATION": env.str("ZOOKEEPER_HOSTS"),
+        "KEY_PREFIX": RUN,
+        # Of every test's locks: this engine has one length for all.
+        "LEASE": env.float("ZOOKEEPER_LEASE", 1.2)
+        * env.float("DBLOCKS_TEST_SLOWNESS", 1.0),
     }

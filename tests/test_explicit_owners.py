@@ -173,6 +173,7 @@ def test_cooling_ends_on_time(acquire: Leases, key: str) -> None:
 # How often it is held
 
 
+@pytest.mark.needs("has_own_leases", "has_movable_clock")
 @pytest.mark.parametrize("thread", ["the same thread", "another thread"])
 @pytest.mark.parametrize("back", ["before", "after", "last"])
 def test_taken_again_in_the_margin(

@@ -13,7 +13,7 @@ import pytest
 from django.db.backends.utils import CursorWrapper
 
 import dblocks
-from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
+from dblocks import Lease, LeaseLost, Lock, current_lease
 from dblocks.conf import backends
 from tests.fixtures import OtherThread
 from tests.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
@@ -23,6 +23,7 @@ Leases = Callable[..., Lease]
 Obtainable = Callable[..., bool]
 
 
+@pytest.mark.needs("has_own_leases")
 @pytest.mark.parametrize(
     ("lease", "margin"),
     [(0.3, 0.15), (0.6, 0.25), (1, 0.25), (2.5, 0.25), (10, 1.0), (60, 6.0)],
@@ -107,6 +108,7 @@ def test_no_renewal_on_request(acquire: Leases, obtainable: Obtainable) -> None:
     eventually(obtainable, within=scaled(0.5) + SLACK, what="the end of the lease")
 
 
+@pytest.mark.needs("has_own_leases")
 def test_renew_extends_from_now(acquire: Leases, obtainable: Obtainable) -> None:
     """renew() starts the lease anew."""
     length = scaled(0.8)
@@ -121,6 +123,7 @@ def test_renew_extends_from_now(acquire: Leases, obtainable: Obtainable) -> None
     assert lease.held
 
 
+@pytest.mark.needs("has_own_leases")
 def test_renew_for_another_time(acquire: Leases) -> None:
     """renew(lease=) asks for another length."""
     lease = acquire(lease=1, renew=False)
@@ -341,12 +344,12 @@ def test_a_thousand_leases(
 
 
 def test_forced_out_beside_its_successor(
-    acquire: Leases, key: str, backend: str, other: OtherThread
+    acquire: Leases, lock: Locks, key: str, backend: str, other: OtherThread
 ) -> None:
     """Renewing the successor, in the same process, doesn't renew who was forced out."""
     first = acquire(lease=scaled(1.5))
     assert backends[backend].force_release(key)
-    second = other.do(distributed_lock(key, lease=scaled(1.5), backend=backend).acquire)
+    second = other.do(lock(lease=scaled(1.5)).acquire)
     eventually(lambda: not first.held, within=scaled(0.5) + SLACK, what="the loss")
     assert first.lost_reason == "taken"
     assert second.held
@@ -472,6 +475,7 @@ def test_leases_of_one_owner_in_any_order(
     assert obtainable()
 
 
+@pytest.mark.needs("has_own_leases")
 def test_inner_acquisition_renews(acquire: Leases) -> None:
     """An inner acquisition starts the lease anew for the outer one too."""
     outer = acquire(lease=2, renew=False)
@@ -482,6 +486,7 @@ def test_inner_acquisition_renews(acquire: Leases) -> None:
     assert outer.remaining() > 1.5
 
 
+@pytest.mark.needs("has_own_leases")
 def test_inner_acquisition_only_extends(acquire: Leases) -> None:
     """An inner acquisition with a short lease doesn't take time from the outer one."""
     outer = acquire(lease=60)

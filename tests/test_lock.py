@@ -105,6 +105,7 @@ def test_timeout_of_the_call_rules(
         other.do(lock(timeout=30).acquire, timeout=0)
 
 
+@pytest.mark.needs("has_own_leases")
 def test_lock_timeout_tells_who_holds(
     lock: Locks, acquire: Leases, key: str, other: OtherThread
 ) -> None:
@@ -323,6 +324,7 @@ def test_one_lock_object_shared_by_threads(
     assert (overlap.most, overlap.entries) == (1, 20)
 
 
+@pytest.mark.needs("has_cooling")
 class TestHoldAtLeast:
     """``hold_at_least``: the key cools down after an early release."""
 
@@ -398,6 +400,7 @@ class TestMaxHold:
         assert 0.5 <= time.monotonic() - started <= 0.5 + SLACK
         granted.release()
 
+    @pytest.mark.needs("has_own_leases")
     def test_explicit_renewal_is_bounded(self, acquire: Leases) -> None:
         """renew() by hand doesn't go beyond it either."""
         lease = acquire(lease=2, max_hold=4)

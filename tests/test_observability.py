@@ -62,6 +62,7 @@ def recipe() -> Iterator[Callable[[str], dict[str, Any]]]:
         signal.sender_receivers_cache.clear()
 
 
+@pytest.mark.needs("has_movable_clock")
 def test_counts(
     recipe: Callable[[str], dict[str, Any]], backend: str, lock: Locks, key: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_counts(
     assert metrics["losses"] == {("test", "expired"): 1}
 
 
+@pytest.mark.needs("has_movable_clock")
 def test_lines_for_programs(
     recipe: Callable[[str], dict[str, Any]],
     backend: str,

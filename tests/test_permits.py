@@ -93,6 +93,7 @@ def test_one_permit_is_the_plain_lock(export: Export, backend: str, key: str) ->
             pass
 
 
+@pytest.mark.needs("has_own_leases")
 def test_error_tells_of_the_next(export: Export, backend: str, key: str) -> None:
     """A timeout describes the permit that will be free first."""
     with ExitStack() as stack:
@@ -315,6 +316,7 @@ def test_guard(export: Export, key: str, held: list[Lease]) -> None:
     assert not held[0].held
 
 
+@pytest.mark.needs("has_cooling", "has_movable_clock")
 def test_cooling(export: Export, other: OtherThread) -> None:
     """A permit that is given back early is kept for hold_at_least."""
     with export(2, hold_at_least=30), hold_elsewhere_of(export(2)):

@@ -43,7 +43,12 @@ def run(backend: str, key: str) -> Run:
         ended = subprocess.run(
             [*command, json.dumps(arguments)],
             cwd=ROOT,
-            env={**os.environ, "DBLOCKS_TEST_NAMES": json.dumps(names, default=str)},
+            env={
+                **os.environ,
+                "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
+                # With such a storm of signals a short lease is not renewed in time.
+                "ZOOKEEPER_LEASE": "30",
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

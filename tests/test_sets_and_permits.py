@@ -119,7 +119,9 @@ def test_opposite_orders(
     assert [each.result(timeout=DEADLINE) for each in running] == [15, 15]
 
 
-@pytest.mark.parametrize("cools", [0, 60])
+@pytest.mark.parametrize(
+    "cools", [0, pytest.param(60, marks=pytest.mark.needs("has_cooling"))]
+)
 @pytest.mark.parametrize("taken", range(3))
 def test_refused_set_leaves_nothing(
     several: Make, keys: list[str], other: OtherThread, taken: int, cools: float
@@ -152,6 +154,7 @@ def test_refused_set_keeps_what_was_had_before(
     assert other.do(holder.release)
 
 
+@pytest.mark.needs("has_own_leases", "has_movable_clock")
 def test_lost_while_the_others_are_waited_for(
     several: Make, backend: str, keys: list[str], other: OtherThread
 ) -> None:

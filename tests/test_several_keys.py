@@ -32,7 +32,7 @@ from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
+from tests.fixtures import OtherThread, fitting
 from tests.test_ownership import run
 from tests.timing import DEADLINE, SLACK, eventually, takes
 
@@ -50,7 +50,8 @@ def together(backend: str, names: list[str]) -> Together:
     """Make locks of the three keys, or of others."""
 
     def make(*keys: Any, **options: Any) -> Lock[Any]:
-        return distributed_lock(*(keys or names), backend=backend, **options)
+        fit = fitting(backend, options)
+        return distributed_lock(*(keys or names), backend=backend, **fit)
 
     return make
 
@@ -94,6 +95,7 @@ def test_equal_keys_count_once(together: Together, key: str) -> None:
     assert together(key).key == key
 
 
+@pytest.mark.needs("has_cooling")
 @pytest.mark.parametrize("known", [True, False], ids=["rows", "no rows"])
 def test_all_or_none(
     together: Together,
@@ -165,6 +167,7 @@ def test_lost_while_others_are_waited_for(
     assert asked.result(DEADLINE) == [True] * 3
 
 
+@pytest.mark.needs("has_own_leases")
 def test_verbs(together: Together, names: list[str]) -> None:
     """What is done to the leases is done to each."""
     leases = together(lease=5, renew=False).acquire()
@@ -403,6 +406,7 @@ def test_explicit_owner(
             assert leases.owner == "me"
 
 
+@pytest.mark.needs("has_cooling")
 def test_entered_again_while_others_are_waited_for(
     together: Together, names: list[str], backend: str, free: Callable[..., bool]
 ) -> None:
@@ -459,6 +463,7 @@ def test_loop_that_is_closed(
         waiting.get_coro().close()
 
 
+@pytest.mark.needs("has_cooling")
 def test_cooling(
     together: Together, names: list[str], free: Callable[..., bool]
 ) -> None:

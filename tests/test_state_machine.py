@@ -475,6 +475,7 @@ class Locks(RuleBasedStateMachine):
             assert proof.taken.held is all(part.lease.held for part in proof.parts)
 
 
+@pytest.mark.needs("has_own_leases", "has_cooling", "has_movable_clock")
 def test_locks_follow_the_model(backend: str) -> None:
     """Every sequence of verbs on locks and leases does what the contract says."""
     machine = type("Locks", (Locks,), {"alias": backend})

@@ -38,6 +38,7 @@ Leases = Callable[..., Lease]
 Obtainable = Callable[..., bool]
 
 
+@pytest.mark.needs("has_own_leases")
 def test_held_elsewhere(backend: str, lock: Locks, key: str) -> None:
     """In the block the key is somebody else's; afterwards it is free."""
     with hold_elsewhere(key, backend=backend, note="nightly", lease=20) as theirs:
@@ -127,6 +128,7 @@ def test_held_elsewhere_in_a_transaction(lock: Locks, key: str) -> None:
         lock().acquire(timeout=0).release()
 
 
+@pytest.mark.needs("has_movable_clock")
 class TestMoveClock:
     """``move_clock``: time passes without anybody waiting for it."""
 
@@ -297,6 +299,7 @@ class OtherBackend(BaseBackend):
         raise NotImplementedError
 
 
+@pytest.mark.needs("has_cooling")
 def test_clear_locks(backend: str, acquire: Leases, lock: Locks, key: str) -> None:
     """What is held or cooling becomes free; its holder finds it force-released."""
     lease = acquire()

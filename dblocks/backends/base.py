@@ -52,6 +52,10 @@ class BaseBackend(ABC):
     has_shared_owners = True
     #: Whether a key can stay taken after it was released early.
     has_cooling = True
+    #: Whether leases may differ in length.
+    has_own_leases = True
+    #: Whether tests can let time pass for the locks.
+    has_movable_clock = True
     #: What it raises when it can't be reached, or can't do what it was asked to.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
     #: Names that its entry in ``DBLOCKS`` may have besides those of every engine.

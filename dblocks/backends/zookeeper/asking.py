@@ -1,0 +1,231 @@
+"""Asking for a key: what is sent until it is granted, or somebody else has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from ... import clock
+from ...permits import row_keys
+from ..values import Grant, Granted, Reading, Request, first_free
+from . import nodes
+from .connection import Taken
+from .places import Place
+from .sessions import Held, Session
+
+
+def written(request: Request) -> bytes:
+    """Return what is written into a place."""
+    found = nodes.Content(request.owner, request.holder, request.note)
+    return found.written()
+
+
+def moment(milliseconds: int) -> datetime:
+    """Return a moment of the server's clock."""
+    return datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
+
+
+def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
+    """Return what a node tells of who has a key."""
+    return Reading(
+        owner=content.owner,
+        holder=content.holder,
+        note=content.note,
+        version=stat.czxid,
+        # Of one that waited first, when its node was written again.
+        acquired_at=moment(stat.mtime),
+        remaining=lease,
+    )
+
+
+class Asking:
+    """One request for a key, or for several at once."""
+
+    def __init__(self, request: Request, lease: float) -> None:
+        self._request = request
+        self._lease = lease
+        self._mark = os.urandom(16).hex()
+        self._touched: list[str] = []
+        self._place = None
+        if request.queued and isinstance(request.gate, Place):
+            self._place = request.gate
+
+    def doom(self, session: Session | None) -> None:
+        """Have what it made, and did not get, deleted."""
+        if session is not None:
+            for folder in self._touched:
+                session.doom(folder, self._mark)
+
+    def one(self, session: Session, give_up: float) -> Granted | Reading:
+        """Ask for one key; again after a fault, of which nothing is left then."""
+        self._tidy(session)
+        place, request = self._place, self._request
+        if place is not None:
+            # If this fails, its turn has not come.
+            place.held = False
+        if place is not None and request.permits == 1:
+            return self._promoted(session, place, give_up)
+        while True:
+            if request.explicit:
+                again = self._again(session, give_up)
+                if again is not None:
+                    return again
+            found = self._look_and_take(session, give_up)
+            if found is not None:
+                return found
+
+    def all(
+        self, session: Session, keys: Sequence[str], give_up: float
+    ) -> list[Granted] | None:
+        """Ask for several keys at once; ``None`` if one of them isn't free."""
+        self._tidy(session)
+        folders = [session.folder(key) for key in keys]
+        seen = session.children(folders, give_up)
+        if any(seen):
+            return None
+        sent = clock.monotonic()
+        taken = self._take(session, folders, seen, give_up)
+        if taken is None or not taken.are_first():
+            return None
+        return [
+            self._granted(session, key, folder, name, taken.transaction, sent)
+            for key, folder, name in zip(keys, folders, taken.names, strict=True)
+        ]
+
+    def _tidy(self, session: Session) -> None:
+        # The answer may have been lost to a request that was heard.
+        for folder in self._touched:
+            session.sweep(folder, self._mark)
+        self._touched.clear()
+
+    def _take(
+        self,
+        session: Session,
+        folders: Sequence[str],
+        seen: Sequence[list[str] | None],
+        give_up: float,
+    ) -> Taken | None:
+        request = self._request
+        missing = {f: each is None for f, each in zip(folders, seen, strict=True)}
+        self._touched += folders
+        return session.take(missing, self._mark, written(request), give_up)
+
+    def _granted(
+        self,
+        session: Session,
+        key: str,
+        folder: str,
+        name: str,
+        version: int,
+        sent: float,
+        owner: str | None = None,
+    ) -> Granted:
+        request = self._request
+        grant = Grant(key, owner or request.owner, version)
+        held = Held(
+            grant,
+            folder,
+            name,
+            session.id,
+            expires_at=sent + min(request.lease, request.max_hold),
+            max_until=sent + request.max_hold,
+        )
+        session.hold(held)
+        self._touched.clear()
+        return Granted(grant, request.max_hold)
+
+    def _promoted(
+        self, session: Session, place: Place, give_up: float
+    ) -> Granted | Reading:
+        """Make a waiter's place the grant, if it is the first."""
+        sent = clock.monotonic()
+        stat = None
+        if place.session is session:
+            # The first stays the first for as long as it is there. That it was written
+            # again tells since when it has the key, and that the session lives.
+            stat = session.write(place.path, written(place.request), give_up)
+        if stat is None or not place.keep():
+            return self.seen(session, give_up)
+        key, owner = place.request.key, place.request.owner
+        return self._granted(
+            session, key, place.folder, place.name, stat.czxid, sent, owner
+        )
+
+    def _again(self, session: Session, give_up: float) -> Granted | None:
+        """Count an explicit owner once more that has the key in this process."""
+        request = self._request
+        for row in row_keys(request.key, request.permits):
+            held = session.grants.get((row, request.owner))
+            if held is None:
+                continue
+            sent = clock.monotonic()
+            stat = session.stats([held.path], give_up)[0]
+            with session.mutex:
+                if stat is None or not session.extend(held, sent + request.lease):
+                    session.drop(held)
+                    continue
+                held.count = max(0, held.count - request.forfeits(held.grant)) + 1
+                return Granted(held.grant, held.max_until - sent, again=True)
+        return None
+
+    def _look_and_take(
+        self, session: Session, give_up: float
+    ) -> Granted | Reading | None:
+        """Take the key, or a permit, if it is free; ``None`` if that has changed."""
+        request = self._request
+        rows = row_keys(request.key, request.permits)
+        folders = [session.folder(row) for row in rows]
+        asked = list(folders)
+        if request.permits > 1:
+            asked.append(session.folder(nodes.queue_key(request.key, request.permits)))
+        found = session.children(asked, give_up)
+        seen = found[: len(rows)]
+        free = [number for number, each in enumerate(seen) if not each]
+        is_behind = any(found[len(rows) :]) and self._place is None
+        if not free or is_behind:
+            return self._reading(session, rows, seen, give_up)
+        number = request.permit if request.permit in free else free[0]
+        sent = clock.monotonic()
+        taken = self._take(session, [folders[number]], [seen[number]], give_up)
+        if taken is None:
+            return None
+        if not taken.are_first():
+            self._tidy(session)
+            return None
+        return self._granted(
+            session,
+            rows[number],
+            folders[number],
+            taken.names[0],
+            taken.transaction,
+            sent,
+        )
+
+    def seen(self, session: Session, give_up: float) -> Reading:
+        """Return who has the key; of permits, the one that is free first."""
+        rows = row_keys(self._request.key, self._request.permits)
+        folders = [session.folder(row) for row in rows]
+        return self._reading(session, rows, session.children(folders, give_up), give_up)
+
+    def _reading(
+        self,
+        session: Session,
+        rows: Sequence[str],
+        seen: Sequence[list[str] | None],
+        give_up: float,
+    ) -> Reading:
+        readings = {
+            row: Reading(remaining=self._lease)
+            for row, places in zip(rows, seen, strict=True)
+            if places
+        }
+        if len(readings) == len(rows):
+            # None is free before the others, as far as anybody knows.
+            path = f"{session.folder(rows[0])}/{(seen[0] or [''])[0]}"
+            node = session.contents([path], give_up)[0]
+            readings.pop(rows[0])
+            if node is not None:
+                readings[rows[0]] = reading(*node, self._lease)
+        return first_free(readings, rows)

@@ -1,0 +1,380 @@
+"""The engine's verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import NotSupportedError
+
+from ... import clock, validation
+from ...permits import SEPARATOR, apart, in_order
+from ...signals import announce_force_release
+from ..base import BaseBackend
+from ..gates import Gate
+from ..values import (
+    Entry,
+    Grant,
+    Granted,
+    Reading,
+    Renewal,
+    Renewed,
+    Request,
+    Waiters,
+    first_free,
+)
+from . import nodes
+from .asking import Asking, moment, reading
+from .connection import ERRORS, PASSING, Address
+from .places import Place
+from .sessions import Held, Session, opened, patiently, session
+
+AT_ONCE = 1000
+"""Folders that are read together where all are listed."""
+
+FOR_OPERATORS = 10.0
+"""Seconds for which those who list or force locks wait for the server."""
+
+
+class ZooKeeperBackend(BaseBackend):
+    """Ephemeral nodes in ZooKeeper, of one session that a process has for all locks.
+
+    ``LEASE`` is the session's timeout, and so every lease's; ``lease=`` may not differ.
+    A holder that is killed is found out by the server's clock. A fencing token is the
+    id of the transaction that made the holder's node.
+
+    Not promised: ``hold_at_least``, guards, and one ``owner=`` in several processes,
+    which count as different owners here.
+
+    Settings: ``LOCATION``, the servers (``"zk1:2181,zk2:2181"`` or a list);
+    ``KEY_PREFIX``, the path below which the locks are, by default ``"dblocks"``;
+    ``OPTIONS``, what kazoo's client is to be given.
+    """
+
+    has_shared_owners = False
+    has_cooling = False
+    has_own_leases = False
+    has_movable_clock = False
+    errors = ERRORS
+    setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
+    option_names = frozenset(
+        {
+            "auth_data",
+            "ca",
+            "certfile",
+            "check_hostname",
+            "connection_retry",
+            "default_acl",
+            "keyfile",
+            "keyfile_password",
+            "randomize_hosts",
+            "sasl_options",
+            "use_ssl",
+            "verify_certs",
+        }
+    )
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        options = tuple(sorted(self.options.items()))
+        try:
+            if "LOCATION" not in config:
+                raise ValueError("LOCATION is missing, such as 'zk1:2181,zk2:2181'")
+            self._address = Address(
+                alias,
+                nodes.hosts(config["LOCATION"]),
+                nodes.root(config.get("KEY_PREFIX", "dblocks")),
+                self.lease,
+                options,
+                repr(options),
+            )
+        except ValueError as error:
+            raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}.") from error
+
+    def check_terms(
+        self, *, lease: float, renew: bool, hold_at_least: float, owner: str | None
+    ) -> None:
+        self._check_lease(lease)
+        if hold_at_least:
+            raise NotSupportedError(
+                f"hold_at_least={hold_at_least!r} can't be kept by the backend "
+                f"{self.alias!r}: ZooKeeper frees a key with its holder's session."
+            )
+
+    def _check_lease(self, lease: float) -> None:
+        if lease != self.lease:
+            raise NotSupportedError(
+                f"lease={lease!r} can't be had from the backend {self.alias!r}: a "
+                f"lease is ZooKeeper's session timeout there, the same for all. Leave "
+                f"it out, or set DBLOCKS[{self.alias!r}]['LEASE'], now {self.lease:g}."
+            )
+
+    # Acquiring
+
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        asking = Asking(request, self.lease)
+        try:
+            if not request.explicit:
+                return patiently(self._address, patience, asking.one)
+            # Its threads would be refused by each other, or get two permits.
+            with session(self._address).explicit:
+                return patiently(self._address, patience, asking.one)
+        finally:
+            asking.doom(opened(self._address))
+
+    def try_acquire_all(
+        self, request: Request, keys: Sequence[str], patience: float
+    ) -> list[Granted] | None:
+        asking = Asking(request, self.lease)
+
+        def ask(session: Session, give_up: float) -> list[Granted] | None:
+            return asking.all(session, keys, give_up)
+
+        try:
+            return patiently(self._address, patience, ask)
+        finally:
+            asking.doom(opened(self._address))
+
+    def gate(self, request: Request) -> Gate | None:
+        return Place(partial(session, self._address), request)
+
+    # Holding
+
+    def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
+        outcome = self._renewed([renewal], patience)
+        if renewal.grant in outcome.extended:
+            held = self._held(opened(self._address), renewal.grant)
+            if held is not None:
+                held.count = held.count + 1 if count is None else count
+        return outcome
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        for _, lease in renewals:
+            if lease > self.lease:
+                self._check_lease(lease)
+        try:
+            return self._renewed(renewals, self.lease / 10)
+        except PASSING:
+            silent = opened(self._address)
+            if silent is not None and silent.client.connected:
+                # kazoo would wait for two thirds of the lease before it tries another.
+                silent.handler.hang_up()
+            raise
+
+    def _renewed(self, renewals: Sequence[Renewal], patience: float) -> Renewed:
+        outcome = Renewed()
+
+        def ask(session: Session, give_up: float) -> None:
+            sent = clock.monotonic()
+            known = [(each, self._held(session, each.grant)) for each in renewals]
+            alive = [(each, held) for each, held in known if held is not None]
+            stats = session.stats([held.path for _, held in alive], give_up)
+            for ((grant, lease), held), stat in zip(alive, stats, strict=True):
+                if stat is not None and session.extend(held, sent + lease):
+                    outcome.extended.add(grant)
+
+        patiently(self._address, patience, ask)
+        for grant, _ in renewals:
+            if grant not in outcome.extended:
+                outcome.lost[grant] = self.reason(grant)
+        return outcome
+
+    def _held(self, session: Session | None, grant: Grant) -> Held | None:
+        if session is None:
+            return None
+        held = session.grants.get((grant.key, grant.owner))
+        return held if held is not None and held.grant == grant else None
+
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
+        return grant in self.release_all([grant], count=count, deadline=deadline)
+
+    def release_all(
+        self, grants: Sequence[Grant], *, count: int | None, deadline: float
+    ) -> set[Grant]:
+        found, released, last = opened(self._address), set[Grant](), list[Held]()
+        for grant in grants:
+            held = self._held(found, grant)
+            if found is None or held is None:
+                continue
+            left = held.count - 1 if count is None else count
+            if left > 0:
+                held.count = left
+                released.add(grant)
+            elif found.drop(held):
+                last.append(held)
+        if found is not None and last:
+            released |= self._delete(found, last)
+        return released
+
+    def _delete(self, holder: Session, last: list[Held]) -> set[Grant]:
+        """Delete the nodes of grants; return those that were current."""
+        unanswered = set[int]()
+
+        def ask(session: Session, give_up: float) -> set[Grant]:
+            there = session.give_back(last, give_up, unanswered)
+            return {held.grant for held, was in zip(last, there, strict=True) if was}
+
+        try:
+            current = patiently(self._address, 0.0, ask)
+        except BaseException:
+            for held in last:
+                holder.doom(held.folder, held.mark)
+            raise
+        for held in last:
+            if held.grant not in current:
+                # For reason(), until its time is over.
+                holder.grants.setdefault((held.grant.key, held.grant.owner), held)
+        return current
+
+    def reason(self, grant: Grant) -> str:
+        def ask(session: Session, give_up: float) -> str:
+            for _, _, _, stat in _holders(session, [grant.key], give_up):
+                return "expired" if stat.czxid == grant.version else "taken"
+            held = self._held(session, grant)
+            lives = held is not None and held.session_id == session.id
+            # Nothing else deletes a node whose session lives.
+            return "forced" if lives else "expired"
+
+        return patiently(self._address, 0.0, ask)
+
+    # Reading
+
+    def read(self, key: str) -> Reading | None:
+        return self.read_all([key]).get(key)
+
+    def read_all(
+        self, keys: Sequence[str], patience: float | None = None
+    ) -> dict[str, Reading]:
+        def ask(session: Session, give_up: float) -> dict[str, Reading]:
+            return {
+                key: reading(content, stat, self.lease)
+                for key, _, content, stat in _holders(session, keys, give_up)
+            }
+
+        return patiently(self._address, patience or 0.0, ask)
+
+    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+        return first_free(self.read_all(keys, patience), keys)
+
+    # Operators
+
+    def entries(self, key: str | None = None) -> Iterable[Entry]:
+        def ask(session: Session, give_up: float) -> list[str]:
+            sent = session.client.get_children_async(self._address.root)
+            names = session.wait(sent, give_up - clock.monotonic())
+            return [nodes.unescaped(name) for name in names]
+
+        rows = patiently(self._address, FOR_OPERATORS, ask)
+        if key is not None:
+            rows = [row for row in rows if apart(row)[0] == key]
+        rows = sorted((x for x in rows if not nodes.is_queue(x)), key=in_order)
+        for start in range(0, len(rows), AT_ONCE):
+            yield from self._entries(rows[start : start + AT_ONCE])
+
+    def _entries(self, rows: Sequence[str]) -> Iterator[Entry]:
+        found = patiently(
+            self._address, FOR_OPERATORS, lambda x, until: _holders(x, rows, until)
+        )
+        for row, _, content, stat in found:
+            grant = Grant(row, content.owner, stat.czxid)
+            mine = self._held(opened(self._address), grant)
+            yield Entry(
+                row,
+                content.owner,
+                content.holder,
+                content.note,
+                hold_count=1 if mine is None else mine.count,
+                version=stat.czxid,
+                acquired_at=moment(stat.mtime),
+                remaining=self.lease,
+            )
+
+    def waiters(self, key: str) -> Waiters:
+        def ask(session: Session, give_up: float) -> Waiters:
+            folders = [session.folder(key), session.folder(key + SEPARATOR)]
+            plain, queue = session.children(folders, give_up)
+            paths = [f"{folders[0]}/{name}" for name in (plain or ())[1:]]
+            paths += [f"{folders[1]}/{name}" for name in queue or ()]
+            found = [each for each in session.contents(paths, give_up) if each]
+            return Waiters(
+                len(found),
+                min((moment(stat.ctime) for _, stat in found), default=None),
+                tuple(content.holder for content, _ in found if content.holder),
+            )
+
+        return patiently(self._address, FOR_OPERATORS, ask)
+
+    def force_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        older_than: float | timedelta | None = None,
+        by: object = None,
+        reason: str = "",
+        permit: int | None = None,
+    ) -> bool:
+        """Free a key over its holder's head, and fence the holder off.
+
+        The holder finds out with its next renewal. As the method of that name of
+        ``DistributedLock.objects``, which only knows the database's locks.
+        """
+        row = validation.key_of_row(key, permit)
+        age = 0.0
+        if older_than is not None:
+            age = validation.duration("older_than", older_than)
+
+        def ask(session: Session, give_up: float) -> tuple[nodes.Content, int] | None:
+            for _, path, content, stat in _holders(session, [row], give_up):
+                if version not in (None, stat.czxid):
+                    return None
+                if age and session.now(path, give_up) - stat.mtime < age * 1000:
+                    return None
+                if session.remove([path], give_up)[0]:
+                    return content, stat.czxid
+            return None
+
+        ended = patiently(self._address, FOR_OPERATORS, ask)
+        if ended is None:
+            return False
+        content, token = ended
+        announce_force_release(
+            type(self),
+            row_key=row,
+            backend=self.alias,
+            owner=content.owner,
+            holder=content.holder,
+            fencing_token=token,
+            by=by,
+            reason=reason,
+        )
+        return True
+
+    # Tests
+
+    def clear(self) -> None:
+        for entry in self.entries():
+            key, permit = apart(entry.key)
+            self.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
+
+
+def _holders(
+    session: Session, rows: Sequence[str], give_up: float
+) -> list[tuple[str, str, nodes.Content, Any]]:
+    """Return who has some keys: row key, the node's path, its content and stat."""
+    folders = [session.folder(row) for row in rows]
+    seen = session.children(folders, give_up)
+    paths = {
+        row: f"{folder}/{places[0]}"
+        for row, folder, places in zip(rows, folders, seen, strict=True)
+        if places
+    }
+    found = session.contents(list(paths.values()), give_up)
+    return [
+        (row, path, *node)
+        for (row, path), node in zip(paths.items(), found, strict=True)
+        if node is not None
+    ]

@@ -1,0 +1,293 @@
+"""A connection to ZooKeeper, and the requests that locks are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from django.core.exceptions import ImproperlyConfigured
+from kazoo.client import KazooClient
+from kazoo.exceptions import (
+    AuthFailedError,
+    ConnectionLoss,
+    KazooException,
+    NoAuthError,
+    NodeExistsError,
+    NoNodeError,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+)
+from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.protocol.states import KeeperState
+
+from ... import clock
+from . import nodes
+from .handler import CONNECT_WITHIN, Handler
+
+ERRORS: tuple[type[Exception], ...] = (KazooException, KazooTimeoutError)
+
+PASSING = (
+    ConnectionLoss,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+    KazooTimeoutError,
+)
+"""What may be gone with the next connection, or the next session."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a session is opened with; equal ones share it.
+
+    Attributes:
+        lease: The session's timeout, in seconds.
+        options: Arguments of the client, as pairs.
+    """
+
+    alias: str
+    hosts: str
+    root: str
+    lease: float
+    options: tuple[tuple[str, Any], ...] = field(compare=False)
+    options_key: str
+
+
+class Taken(NamedTuple):
+    """Places that were taken: their names, who is in their folders, the transaction."""
+
+    names: list[str]
+    places: list[list[str] | None]
+    transaction: int
+
+    def are_first(self) -> bool:
+        """Tell whether all of them are the first in their folders."""
+        return all(
+            places is not None and places[0] == name
+            for name, places in zip(self.names, self.places, strict=True)
+        )
+
+
+class Connection:
+    """A client of kazoo's. Requests take the local clock at which they give up."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.handler = Handler()
+        self._negotiated: float | None = None
+        options = dict(address.options)
+        options.setdefault(
+            "connection_retry",
+            {"max_tries": -1, "delay": 0.02, "backoff": 2, "max_delay": 1.0},
+        )
+        self.client = KazooClient(
+            hosts=address.hosts, timeout=address.lease, handler=self.handler, **options
+        )
+        self._heed_negotiation()
+
+    # Opening and closing
+
+    def _heed_negotiation(self) -> None:
+        """Note the timeout that the server gives each new or resumed session."""
+        # kazoo keeps it to itself.
+        connection = self.client._connection
+        invoke = connection._invoke
+
+        def heed(timeout: float, request: Any, xid: int | None = None) -> Any:
+            answer = invoke(timeout, request, xid)
+            if xid is None and answer[0].time_out > 0:
+                self._negotiated = answer[0].time_out / 1000
+            return answer
+
+        connection._invoke = heed
+
+    def open(self) -> None:
+        """Connect.
+
+        Raises:
+            KazooException: No server answers, or it refuses the credentials.
+            ImproperlyConfigured: It has no sessions of this timeout.
+        """
+        client = self.client
+        try:
+            client.start_async().wait(CONNECT_WITHIN)
+            if not client.connected:
+                raise self._unreachable()
+            self.check()
+            self.wait(client.ensure_path_async(self.address.root), CONNECT_WITHIN)
+        except BaseException:
+            self.close()
+            raise
+
+    def _unreachable(self) -> KazooException:
+        where = f"DBLOCKS[{self.address.alias!r}]"
+        if self.client.client_state == KeeperState.AUTH_FAILED:
+            return AuthFailedError(
+                f"ZooKeeper at {self.address.hosts} refuses the credentials: check "
+                f"auth_data and sasl_options in {where}['OPTIONS']."
+            )
+        return ConnectionLoss(
+            f"ZooKeeper at {self.address.hosts} did not answer within "
+            f"{CONNECT_WITHIN:g} s: check that it is running, and {where}['LOCATION']."
+        )
+
+    def check(self) -> None:
+        """Raise unless the session's timeout is the one that was asked for."""
+        asked = int(self.address.lease * 1000) / 1000
+        if self._negotiated == asked:
+            return
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{self.address.alias!r}]: LEASE is {asked:g} s, but ZooKeeper at "
+            f"{self.address.hosts} gave a session of {self._negotiated} s, and a lease "
+            f"is as long as the session's timeout. Set LEASE to a value that the "
+            f"server allows, from 2 to 20 times its tickTime by default, or set "
+            f"minSessionTimeout and maxSessionTimeout there."
+        )
+
+    def is_over(self) -> bool:
+        """Tell whether this client never connects again."""
+        return self.client.client_state in (KeeperState.CLOSED, KeeperState.AUTH_FAILED)
+
+    def close(self) -> None:
+        """End the session and all that it holds."""
+        with suppress(*ERRORS):
+            self.client.stop()
+        self.client.close()
+
+    @property
+    def id(self) -> int:
+        """The server's id of the session; 0 while there is no connection."""
+        found = self.client.client_id
+        return 0 if found is None else int(found[0])
+
+    # Requests
+
+    def folder(self, key: str) -> str:
+        """Return the path of a key's folder."""
+        return f"{self.address.root}/{nodes.escaped(key)}"
+
+    def wait(self, result: Any, seconds: float) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            KazooException: There was none in this time, or it is an error.
+        """
+        try:
+            return result.get(timeout=max(0.0, seconds))
+        except KazooTimeoutError:
+            raise ConnectionLoss(
+                f"ZooKeeper at {self.address.hosts} did not answer in time."
+            ) from None
+        except NoAuthError:
+            raise self._no_access() from None
+
+    def _no_access(self) -> NoAuthError:
+        return NoAuthError(
+            f"ZooKeeper refuses access below {self.address.root}: check auth_data and "
+            f"default_acl in DBLOCKS[{self.address.alias!r}]['OPTIONS'], and the "
+            f"node's ACL."
+        )
+
+    def children(
+        self, folders: Iterable[str], give_up: float, watch: Any = None
+    ) -> list[list[str] | None]:
+        """Return the places in some folders, in order; ``None`` without the folder."""
+        sent = [self.client.get_children_async(path, watch) for path in folders]
+        return [self._places(each, give_up) for each in sent]
+
+    def _places(self, result: Any, give_up: float) -> list[str] | None:
+        try:
+            return nodes.in_order(self.wait(result, give_up - clock.monotonic()))
+        except NoNodeError:
+            return None
+
+    def contents(
+        self, paths: Sequence[str], give_up: float
+    ) -> list[tuple[nodes.Content, Any] | None]:
+        """Return what is in some nodes, with their stat; ``None`` for one gone."""
+        found: list[tuple[nodes.Content, Any] | None] = []
+        for result in [self.client.get_async(path) for path in paths]:
+            try:
+                data, stat = self.wait(result, give_up - clock.monotonic())
+            except NoNodeError:
+                found.append(None)
+            else:
+                found.append((nodes.Content.read(data), stat))
+        return found
+
+    def stats(self, paths: Sequence[str], give_up: float) -> list[Any]:
+        """Return the stats of nodes, ``None`` for those gone, as the leader has it.
+
+        That they are there proves that the session was alive when this was asked.
+        """
+        # A server that has lost its leader would go on answering by itself.
+        synced = self.client.sync_async(self.address.root)
+        sent = [self.client.exists_async(path) for path in paths]
+        self.wait(synced, give_up - clock.monotonic())
+        return [self.wait(each, give_up - clock.monotonic()) for each in sent]
+
+    def take(
+        self, folders: Mapping[str, bool], mark: str, content: bytes, give_up: float
+    ) -> Taken | None:
+        """Take the last place in some folders, in all or in none.
+
+        Args:
+            folders: Whether each must be made first.
+            mark: What the places can be found by.
+
+        Returns:
+            ``None`` if a folder has come or gone: look again.
+        """
+        transaction = self.client.transaction()
+        for folder, is_missing in folders.items():
+            if is_missing:
+                transaction.create(folder)
+            path = f"{folder}/{mark}-"
+            transaction.create(path, content, ephemeral=True, sequence=True)
+        # Of all results, this one's alone tells the transaction's id.
+        transaction.set_data(next(iter(folders)), b"")
+        sent = transaction.commit_async()
+        listed = [self.client.get_children_async(folder) for folder in folders]
+        results = self.wait(sent, give_up - clock.monotonic())
+        for each in results:
+            if isinstance(each, NoAuthError):
+                raise self._no_access()
+            if isinstance(each, (NodeExistsError, NoNodeError)):
+                if clock.monotonic() > give_up:
+                    raise each
+                return None
+        made = [path for path in results if isinstance(path, str)]
+        names = [path.rpartition("/")[2] for path in made if path not in folders]
+        places = [self._places(each, give_up) for each in listed]
+        return Taken(names, places, results[-1].mzxid)
+
+    def remove(self, paths: Sequence[str], give_up: float) -> list[bool]:
+        """Delete places; tell which of them were there."""
+        sent = [self.client.delete_async(path) for path in paths]
+        found = []
+        for result in sent:
+            try:
+                found.append(bool(self.wait(result, give_up - clock.monotonic())))
+            except NoNodeError:
+                found.append(False)
+        # Not before: the one who watches the place would hear of it later. It fails
+        # where somebody else has a place.
+        for path in paths:
+            self.client.delete_async(path.rpartition("/")[0])
+        return found
+
+    def write(self, path: str, content: bytes, give_up: float) -> Any:
+        """Write into a node; return its stat, ``None`` if it is gone."""
+        try:
+            sent = self.client.set_async(path, content)
+            return self.wait(sent, give_up - clock.monotonic())
+        except NoNodeError:
+            return None
+
+    def now(self, path: str, give_up: float) -> int:
+        """Return the server's clock, in milliseconds: it tells by a write."""
+        result = self.client.set_async(path.rpartition("/")[0], b"")
+        return int(self.wait(result, give_up - clock.monotonic()).mtime)

@@ -1,0 +1,186 @@
+"""What kazoo runs on: threads, sockets and answers.
+
+A signal handler or the garbage collector may use locks in the middle of a request,
+and nothing must be in the way of their answers then: whoever asks shares no mutex with
+kazoo's threads.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+
+CONNECT_WITHIN = 3.0
+"""Seconds for the first connection, and for each server that is tried."""
+
+
+class Bell:
+    """Rings for whoever waits, or will wait next.
+
+    Attributes:
+        rung_for: Why it rang last.
+    """
+
+    __slots__ = ("_lock", "rung_for")
+
+    def __init__(self) -> None:
+        self.rung_for: object = None
+        # A bare lock: an Event has a mutex that its waiter can be interrupted in.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self, why: object = None) -> None:
+        self.rung_for = why
+        with suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a ring, which is used up; return whether there was one."""
+        return self._lock.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)))
+
+
+class Answer:
+    """The answer to a request, as kazoo's interface has it.
+
+    What waits for it, inside kazoo, is called in the thread that brings it.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.exception: BaseException | None = None
+        self._is_here = False
+        self._bell = Bell()
+        self._callbacks: deque[Callable[[Answer], object]] = deque()
+
+    def ready(self) -> bool:
+        return self._is_here
+
+    def successful(self) -> bool:
+        return self._is_here and self.exception is None
+
+    def set(self, value: Any = None) -> None:
+        self.value = value
+        self._arrives()
+
+    def set_exception(self, exception: BaseException) -> None:
+        self.exception = exception
+        self._arrives()
+
+    def _arrives(self) -> None:
+        self._is_here = True
+        self._bell.ring()
+        self._call_back()
+
+    def rawlink(self, callback: Callable[[Answer], object]) -> None:
+        self._callbacks.append(callback)
+        if self._is_here:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._callbacks.popleft()(self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._is_here and self._bell.wait(
+            threading.TIMEOUT_MAX if timeout is None else timeout
+        ):
+            # For others that wait.
+            self._bell.ring()
+        return self._is_here
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not (self.wait(timeout) if block else self._is_here):
+            raise KazooTimeoutError
+        if self.exception is not None:
+            raise self.exception
+        return self.value
+
+
+class Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """One thread, and sockets that a forked child can let go of.
+
+    What kazoo has other threads for, callbacks and completions, doesn't block here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets: set[socket.socket] = set()
+        self._latest: socket.socket | None = None
+
+    def start(self) -> None:
+        self._running = True
+
+    def stop(self) -> None:
+        self._running = False
+
+    def dispatch_callback(self, callback: Any) -> None:
+        callback.func(*callback.args)
+
+    def select(
+        self, readers: Any, writers: Any, others: Any, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        if not hasattr(select, "poll"):
+            found: tuple[list[Any], list[Any], list[Any]]
+            found = super().select(readers, writers, others, timeout)
+            return found
+        # kazoo's own makes an epoll object each time, which takes longer.
+        poll = select.poll()
+        for each in readers:
+            poll.register(each, select.POLLIN)
+        for each in writers:
+            poll.register(each, select.POLLOUT)
+        ready = dict(poll.poll(None if timeout is None else timeout * 1000))
+        return (
+            [each for each in readers if each.fileno() in ready],
+            [each for each in writers if each.fileno() in ready],
+            [],
+        )
+
+    def async_result(self) -> Answer:
+        return Answer()
+
+    def spawn(
+        self, func: Callable[..., object], *args: Any, **kwargs: Any
+    ) -> threading.Thread:
+        thread = threading.Thread(
+            target=func,
+            args=args,
+            kwargs=kwargs,
+            name="dblocks-zookeeper-client",
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
+    def create_connection(self, *args: Any, **kwargs: Any) -> socket.socket:
+        kwargs["timeout"] = min(kwargs["timeout"], CONNECT_WITHIN)
+        made: socket.socket = super().create_connection(*args, **kwargs)
+        self._latest = made
+        self._sockets = {made, *(each for each in self._sockets if each.fileno() >= 0)}
+        return made
+
+    def create_socket_pair(self) -> tuple[socket.socket, socket.socket]:
+        pair: tuple[socket.socket, socket.socket] = super().create_socket_pair()
+        self._sockets |= set(pair)
+        return pair
+
+    def hang_up(self) -> None:
+        """Break the connection: kazoo makes another one, perhaps elsewhere."""
+        if self._latest is not None:
+            with suppress(OSError):
+                self._latest.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        """Close this process's ends, without a word to the server."""
+        for each in self._sockets:
+            with suppress(OSError):
+                # Not through TLS, which would say something.
+                socket.close(each.detach())

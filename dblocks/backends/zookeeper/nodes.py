@@ -1,0 +1,128 @@
+"""How locks are laid out in ZooKeeper's tree: names, order and content of nodes.
+
+A key has a folder, there for as long as somebody has the key or waits for it. Those
+who do have a *place* in it each: an ephemeral sequential node. The lowest place holds
+the key, the others wait. A permit is a key with a folder of its own; who waits for any
+of a lock's permits has a place in another folder, the lock's queue.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from ...permits import SEPARATOR
+
+_PLACE = re.compile(r"([0-9a-f]{32})-(-?[0-9]{10,})")
+
+WRAP = 2**32
+"""ZooKeeper counts the nodes of a folder with a signed number of 32 bits."""
+
+
+def escaped(key: str) -> str:
+    """Return the name of a key's folder, which no other key has.
+
+    ZooKeeper refuses some characters in names, and ``.`` and ``..`` altogether.
+    """
+    name = quote(key, safe="")
+    return name if name.strip(".") else name.replace(".", "%2E")
+
+
+def unescaped(name: str) -> str:
+    """Return the key that a folder is named for."""
+    return unquote(name)
+
+
+def queue_key(key: str, permits: int) -> str:
+    """Return what the folder is named for that one queues in."""
+    return key if permits == 1 else key + SEPARATOR
+
+
+def is_queue(key: str) -> bool:
+    """Tell whether a folder is the queue for permits."""
+    return key.endswith(SEPARATOR)
+
+
+def is_of(place: str, mark: str) -> bool:
+    """Tell whether a place was made under this mark."""
+    return place.startswith(f"{mark}-")
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the places of a folder, the first to come first."""
+    found = [
+        (int(match[2]), match[0]) for match in map(_PLACE.fullmatch, names) if match
+    ]
+    if not found:
+        return []
+    # Places that exist at the same time are near each other, also across the overflow.
+    origin = found[0][0]
+    half = WRAP // 2
+    return [
+        name
+        for _, name in sorted(found, key=lambda each: (each[0] - origin + half) % WRAP)
+    ]
+
+
+class Content(NamedTuple):
+    """Who has a place, for people; the owner only of one that holds or will hold."""
+
+    owner: str = ""
+    holder: str = ""
+    note: str = ""
+
+    def written(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @classmethod
+    def read(cls, data: bytes) -> Content:
+        """Return the content of a node; of one that others made, as far as it goes."""
+        try:
+            found = json.loads(data)
+        except ValueError:
+            return cls()
+        if not isinstance(found, dict):
+            return cls()
+        return cls(*(str(found.get(name, "")) for name in cls._fields))
+
+
+def hosts(location: object) -> str:
+    """Return a setting ``LOCATION`` as kazoo takes it.
+
+    Raises:
+        ValueError: It names no servers.
+    """
+    given = location.split(",") if isinstance(location, str) else location
+    if not isinstance(given, Sequence) or not all(isinstance(x, str) for x in given):
+        raise ValueError(f"LOCATION must be a str or a list of str, not {location!r}")
+    names = [name.strip() for name in given]
+    if not names or not all(names):
+        raise ValueError(
+            f"LOCATION must name servers, such as 'zk1:2181,zk2:2181', not {location!r}"
+        )
+    if any("/" in name for name in names):
+        raise ValueError(
+            f"LOCATION must name servers alone, not {location!r}: a path is for "
+            f"KEY_PREFIX"
+        )
+    return ",".join(names)
+
+
+def root(prefix: object) -> str:
+    """Return a setting ``KEY_PREFIX`` as a path.
+
+    Raises:
+        ValueError: It is no path that nodes can have.
+    """
+    if not isinstance(prefix, str):
+        raise ValueError(f"KEY_PREFIX must be a str, not {prefix!r}")
+    parts = prefix.strip("/").split("/")
+    if not all(re.fullmatch(r"[\w.+:@=-]+", x) and x.strip(".") for x in parts):
+        raise ValueError(
+            f"KEY_PREFIX must be a path such as 'dblocks' or 'shop/dblocks', "
+            f"not {prefix!r}"
+        )
+    return "/" + "/".join(parts)

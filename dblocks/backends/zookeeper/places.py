@@ -1,0 +1,145 @@
+"""The queue for a key: each waiter has a place, and watches the one before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ... import clock
+from ...permits import row_keys
+from ..gates import QUEUE_FOR, Gate
+from ..values import Request
+from . import nodes
+from .connection import PASSING
+from .handler import Bell
+from .sessions import PATIENCE, Session
+
+
+class Place(Gate):
+    """One waiter's place. Without permits it becomes the grant, where it stands.
+
+    Attributes:
+        request: What is waited for.
+        session, folder, name: Its node, once there is one.
+    """
+
+    is_bell = True
+
+    def __init__(self, sessions: Callable[[], Session], request: Request) -> None:
+        self.request = request
+        self.session: Session | None = None
+        self.folder = self.name = ""
+        self._mark = os.urandom(16).hex()
+        self._sessions = sessions
+        self._bell = Bell()
+        #: Emptied by who comes first: the grant that keeps the node, or who leaves.
+        self._claims = [None]
+
+    def patience(self, remaining: float) -> float:
+        # Watches tell of changes. What was seen of the holder must not grow too old.
+        return max(QUEUE_FOR, remaining / 2)
+
+    def enter(self, seconds: float) -> None:
+        until = clock.monotonic() + seconds
+        try:
+            self.held = self._wait(until)
+        except PASSING:
+            # Whoever waits asks for the key next, with all the patience that it has.
+            self.held = False
+        finally:
+            if self._is_left:
+                # Whoever left meanwhile may have found nothing to delete.
+                self._doom()
+
+    @property
+    def _is_left(self) -> bool:
+        return not self._claims
+
+    def _wait(self, until: float) -> bool:
+        """Wait for this one's turn; return whether it has come, in all likelihood."""
+        session = self.session = self._sessions()
+        request = self.request
+        self.folder = session.folder(nodes.queue_key(request.key, request.permits))
+        while not self._is_left:
+            give_up = max(until, clock.monotonic() + PATIENCE)
+            before = self._places_before(session, give_up)
+            if not before and request.permits == 1:
+                return True
+            told = self._told(session, before, until, give_up)
+            if told is None:
+                return False
+            if told and (not before or (len(before) == 1 and request.permits == 1)):
+                return not self._is_left
+        return False
+
+    def _told(
+        self, session: Session, before: list[str], until: float, give_up: float
+    ) -> bool | None:
+        """Wait for the place before this one to go; the first, for a permit.
+
+        Returns:
+            Whether it has, or only the connection is gone; ``None`` when time is up.
+        """
+        if before:
+            paths = [f"{self.folder}/{before[-1]}"]
+        else:
+            rows = row_keys(self.request.key, self.request.permits)
+            paths = [session.folder(row) for row in rows]
+        bell = Bell()
+        self._bell = bell
+        try:
+            seen = session.watch(paths, bell, give_up)
+            if None in seen or (not before and [] in seen):
+                return True
+            while (left := until - clock.monotonic()) > 0 and not self._is_left:
+                if bell.wait(left):
+                    return bell.rung_for is not None
+            return None
+        finally:
+            session.unwatch(paths, bell)
+
+    def _places_before(self, session: Session, give_up: float) -> list[str]:
+        """Return the places before this one, which is taken first."""
+        places = session.children([self.folder], give_up)[0]
+        while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
+            request = self.request
+            content = nodes.Content(request.owner, request.holder, request.note)
+            taken = session.take(
+                {self.folder: places is None}, self._mark, content.written(), give_up
+            )
+            if taken is None:
+                places = session.children([self.folder], give_up)[0]
+            else:
+                places = taken.places[0]
+        assert places is not None
+        self.name = mine[0]
+        return places[: places.index(self.name)]
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+    def keep(self) -> bool:
+        """Leave the node to the grant; ``False`` if this was left already."""
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        self.session = None
+        return True
+
+    def leave(self) -> None:
+        try:
+            self._claims.pop()
+        except IndexError:
+            return
+        self._bell.ring()
+        self._doom()
+
+    def _doom(self) -> None:
+        session, self.held = self.session, False
+        if session is not None:
+            session.doom(self.folder, self._mark)
+
+    def __del__(self) -> None:
+        self.leave()

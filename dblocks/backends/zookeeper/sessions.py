@@ -1,0 +1,284 @@
+"""The session with ZooKeeper that all locks of a process share.
+
+All that its locks are in ZooKeeper is ephemeral nodes, which the server deletes when
+the session is over: when it has heard nothing for a lease's time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kazoo.exceptions import KazooException
+
+from ... import clock, forks
+from ..values import Grant
+from . import nodes
+from .connection import PASSING, Address, Connection
+from .handler import Bell
+
+logger = logging.getLogger("dblocks")
+
+T = TypeVar("T")
+
+PATIENCE = 1.0
+"""Seconds for which passing faults are sat out where the caller's time is shorter."""
+
+RETRY_AFTER = 0.05
+"""Seconds before what a passing fault has stopped is tried again."""
+
+PULSES = 20
+"""How often in a lease's time the server hears of a session that holds something.
+
+A server of an ensemble tells the leader twice a tick of whom it has heard. If it dies
+before, the leader counts from the time before: that must not be long ago.
+"""
+
+
+@dataclass(eq=False)
+class Held:
+    """A grant of this process.
+
+    Attributes:
+        folder, place: Its node.
+        session_id: The session that the node lives and dies with.
+        count: How many holds the owner has.
+        expires_at: Local clock at which the node is deleted if nothing renews it.
+        max_until: Local clock beyond which no renewal moves that.
+    """
+
+    grant: Grant
+    folder: str
+    place: str
+    session_id: int
+    expires_at: float
+    max_until: float
+    count: int = 1
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.place}"
+
+    @property
+    def mark(self) -> str:
+        return self.place.partition("-")[0]
+
+
+class Session(Connection):
+    """The grants that a session keeps, and who waits in it.
+
+    A thread of its own deletes what is to go: what nobody waits for any more, what an
+    error left behind, and leases that ran out.
+    """
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address)
+        self.grants: dict[tuple[str, str], Held] = {}
+        self.mutex = threading.RLock()
+        #: Kept while a key is asked for in the name of an explicit owner.
+        self.explicit = threading.RLock()
+        self._bells: dict[str, set[Bell]] = {}
+        self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._wakes_at = 0.0
+
+    def open(self) -> None:
+        super().open()
+        threading.Thread(
+            target=self._keep, name="dblocks-zookeeper", daemon=True
+        ).start()
+
+    # Watching
+
+    def watch(
+        self, paths: Sequence[str], bell: Bell, give_up: float
+    ) -> list[list[str] | None]:
+        """Ring when one of these nodes goes, or what is in it changes; return that."""
+        for path in paths:
+            self._bells.setdefault(path, set()).add(bell)
+        return self.children(paths, give_up, watch=self._rung)
+
+    def unwatch(self, paths: Sequence[str], bell: Bell) -> None:
+        """Ring no more."""
+        for path in paths:
+            bells = self._bells.get(path)
+            if bells is not None:
+                bells.discard(bell)
+                if not bells:
+                    self._bells.pop(path, None)
+
+    def _rung(self, event: Any) -> None:
+        # Without a path, the connection is lost, and all watches with it.
+        paths = [event.path] if event.path else list(self._bells)
+        for path in paths:
+            for bell in list(self._bells.pop(path, ())):
+                bell.ring(event.path)
+
+    # What is to go
+
+    def give_back(
+        self, last: Sequence[Held], give_up: float, unanswered: set[int]
+    ) -> list[bool]:
+        """Delete the nodes of grants; tell which of them were there.
+
+        Args:
+            unanswered: The sessions in which that was asked for before, and may have
+                been done.
+        """
+        asked_before = frozenset(unanswered)
+        unanswered |= {held.session_id for held in last}
+        there = self.remove([held.path for held in last], give_up)
+        return [
+            was or (held.session_id == self.id and self.id in asked_before)
+            for held, was in zip(last, there, strict=True)
+        ]
+
+    def hold(self, held: Held) -> None:
+        """Keep a grant until it is given back or runs out."""
+        self.grants[held.grant.key, held.grant.owner] = held
+        if held.expires_at < self._wakes_at or not self._wakes_at:
+            self._doomed.put(None)
+
+    def extend(self, held: Held, until: float) -> bool:
+        """Keep a grant for longer; ``False`` if it has run out meanwhile."""
+        with self.mutex:
+            if self.grants.get((held.grant.key, held.grant.owner)) is not held:
+                return False
+            held.expires_at = max(held.expires_at, min(until, held.max_until))
+            return True
+
+    def drop(self, held: Held) -> bool:
+        """Keep a grant no longer; ``False`` if that was so already."""
+        name = held.grant.key, held.grant.owner
+        with self.mutex:
+            if self.grants.get(name) is not held:
+                return False
+            del self.grants[name]
+            return True
+
+    def close(self) -> None:
+        super().close()
+        self._doomed.put(None)
+
+    def doom(self, folder: str, mark: str) -> None:
+        """Have what was made under a mark deleted as soon as may be. Never blocks."""
+        self._doomed.put((folder, mark))
+
+    def _keep(self) -> None:
+        """Delete what is to go, for as long as the client lives."""
+        left: set[tuple[str, str]] = set()
+        while not self.is_over():
+            now = clock.monotonic()
+            left |= self._run_out(now)
+            pause = RETRY_AFTER if left else self._pause(now)
+            with suppress(queue.Empty):
+                doomed = self._doomed.get(timeout=pause)
+                if doomed is not None:
+                    left.add(doomed)
+            self._wakes_at = 0.0
+            for each in list(left):
+                try:
+                    self.sweep(*each)
+                except PASSING:
+                    break
+                except KazooException as error:
+                    logger.warning("not deleted folder=%s error=%s", each[0], error)
+                left.discard(each)
+
+    def _pause(self, now: float) -> float:
+        """Return the seconds until the next lease may run out, or the next pulse."""
+        ends = [held.expires_at for held in list(self.grants.values())]
+        if ends:
+            self.client.exists_async(self.address.root)
+        interval = self.address.lease / PULSES if ends else 3600.0
+        self._wakes_at = min([now + interval, *ends])
+        return max(0.0, self._wakes_at - now)
+
+    def _run_out(self, now: float) -> set[tuple[str, str]]:
+        """Return the places of leases that nobody has renewed in time."""
+        found = set()
+        with self.mutex:
+            for held in list(self.grants.values()):
+                if held.expires_at <= now and self.drop(held):
+                    found.add((held.folder, held.mark))
+        return found
+
+    def sweep(self, folder: str, mark: str) -> None:
+        """Delete what was made under a mark."""
+        give_up = clock.monotonic() + PATIENCE
+        places = self.children([folder], give_up)[0] or ()
+        mine = [f"{folder}/{place}" for place in places if nodes.is_of(place, mark)]
+        self.remove(mine, give_up)
+
+    def forget_parent(self) -> None:
+        """What a forked child does with its parent's."""
+        self.handler.abandon()
+
+
+_opening = threading.RLock()
+_sessions: dict[Address, Session] = {}
+
+
+def opened(address: Address) -> Session | None:
+    """Return the process's session, if it has one."""
+    return _sessions.get(address)
+
+
+def session(address: Address) -> Session:
+    """Return the process's session, opened when it is first needed."""
+    found = _sessions.get(address)
+    if found is None or found.is_over():
+        with _opening:
+            found = _sessions.get(address)
+            if found is None or found.is_over():
+                made = Session(address)
+                made.open()
+                found = _sessions.get(address)
+                if found is None or found.is_over():
+                    found = _sessions[address] = made
+                else:
+                    # A signal handler has come and gone in between.
+                    made.close()
+    found.check()
+    return found
+
+
+def close(address: Address) -> None:
+    """End the process's session, and free all that it holds."""
+    found = _sessions.pop(address, None)
+    if found is not None:
+        found.close()
+
+
+def patiently(
+    address: Address, patience: float, ask: Callable[[Session, float], T]
+) -> T:
+    """Ask again, for some time, where a passing fault has stopped it.
+
+    Args:
+        ask: Called with the session, and the local clock at which to give up.
+    """
+    give_up = clock.monotonic() + max(patience, PATIENCE)
+    while True:
+        try:
+            return ask(session(address), give_up)
+        except PASSING:
+            if clock.monotonic() + RETRY_AFTER >= give_up:
+                raise
+            time.sleep(RETRY_AFTER)
+
+
+def _after_fork_in_child() -> None:
+    global _opening
+    _opening = threading.RLock()
+    for each in _sessions.values():
+        each.forget_parent()
+    _sessions.clear()
+
+
+forks.in_child(_after_fork_in_child)

@@ -1,0 +1,865 @@
+"""What is particular to locks in ZooKeeper."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import NotSupportedError
+from kazoo.client import KazooClient
+from kazoo.exceptions import ConnectionLoss, KazooException, NoAuthError
+from kazoo.security import make_digest_acl
+
+from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks.backends.zookeeper import nodes, sessions
+from dblocks.conf import backends
+from dblocks.permits import row_keys
+from tests.fixtures import OtherThread
+from tests.processes import ROOT, Workers
+from tests.services import HOST, Server, ZooKeeper, free_port
+from tests.timing import DEADLINE, SLACK, always, eventually, scaled, takes
+
+pytestmark = pytest.mark.engine("zookeeper")
+
+PATH = "dblocks.backends.zookeeper.ZooKeeperBackend"
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+Configure = Callable[..., str]
+
+
+def engine(alias: str = "zookeeper") -> Any:
+    return backends[alias]
+
+
+def session(alias: str = "zookeeper") -> sessions.Session:
+    return sessions.session(engine(alias)._address)
+
+
+def folder(key: str, alias: str = "zookeeper") -> str:
+    return session(alias).folder(key)
+
+
+def places(key: str, alias: str = "zookeeper") -> list[str]:
+    """Return the names of the nodes of a key, in order."""
+    give_up = time.monotonic() + 1e6
+    return session(alias).children([folder(key, alias)], give_up)[0] or []
+
+
+@pytest.fixture
+def configure(backend: str, settings: Any) -> Iterator[Configure]:
+    """Add an alias for an engine as the shared one but for changes."""
+    made: list[str] = []
+
+    def add(alias: str, **changes: Any) -> str:
+        config = {**settings.DBLOCKS["zookeeper"], **changes}
+        settings.DBLOCKS = {**settings.DBLOCKS, alias: config}
+        made.append(alias)
+        return alias
+
+    yield add
+    for alias in made:
+        with suppress(ImproperlyConfigured):
+            sessions.close(engine(alias)._address)
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ZooKeeper]:
+    with ZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: ZooKeeper) -> ZooKeeper:
+    """A server that the test may kill."""
+    shared_server.start()
+    return shared_server
+
+
+@pytest.fixture
+def own(configure: Configure, server: ZooKeeper) -> str:
+    """Return the alias of an engine on that server."""
+    return configure("own", LOCATION=server.url())
+
+
+@pytest.fixture
+def ensemble() -> Iterator[list[ZooKeeper]]:
+    """Run three servers as one."""
+    members = [f"{HOST}:{free_port()}:{free_port()}" for _ in range(3)]
+    servers = [ZooKeeper(number=n, members=members) for n in (1, 2, 3)]
+    with ExitStack() as stack:
+        stack.callback(lambda: [each.close() for each in servers])
+        # They answer once two are there.
+        starting = [threading.Thread(target=each.start) for each in servers]
+        for thread in starting:
+            thread.start()
+        for thread in starting:
+            thread.join(DEADLINE * 4)
+        assert all(each.ask("srvr") for each in servers)
+        yield servers
+
+
+def leader(servers: list[ZooKeeper]) -> ZooKeeper:
+    return next(each for each in servers if "Mode: leader" in each.ask("srvr"))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"LOCATION": ""}, "must name servers"),
+        ({"LOCATION": 2181}, "must be a str or a list"),
+        ({"LOCATION": "zk1:2181/locks"}, "KEY_PREFIX"),
+        ({"KEY_PREFIX": ""}, "must be a path"),
+        ({"KEY_PREFIX": "a/../b"}, "must be a path"),
+        ({"KEY_PREFIX": 7}, "must be a str"),
+        ({"OPTIONS": {"read_only": True}}, "read_only"),
+        ({"PREFIX": "x"}, "PREFIX"),
+    ],
+)
+def test_bad_settings(configure: Configure, changes: Any, said: str) -> None:
+    """What can't be right is refused when the backend is made, with the setting."""
+    alias = configure("wrong", **changes)
+    with pytest.raises(ImproperlyConfigured, match=said) as caught:
+        engine(alias)
+    assert "DBLOCKS['wrong']" in str(caught.value)
+
+
+def test_no_location(backend: str, settings: Any) -> None:
+    """There is no server by default."""
+    settings.DBLOCKS = {"wrong": {"BACKEND": PATH}}
+    with pytest.raises(ImproperlyConfigured, match="LOCATION is missing"):
+        engine("wrong")
+
+
+def test_location_as_list(configure: Configure, settings: Any, key: str) -> None:
+    """Several servers may be a list."""
+    location = settings.DBLOCKS["zookeeper"]["LOCATION"]
+    alias = configure("listed", LOCATION=[location, location], KEY_PREFIX="a/b")
+    with distributed_lock(key, backend=alias) as lease:
+        assert lease.held
+        assert session(alias).folder(key).startswith("/a/b/")
+        assert places(key, alias)
+
+
+def test_missing_package(backend: str) -> None:
+    """Without kazoo the error says what to install; nothing else imports it."""
+    program = """
+import sys
+import django
+from django.conf import settings
+settings.configure(DBLOCKS={"zk": {"BACKEND": %r, "LOCATION": "zk1"}})
+django.setup()
+import dblocks, dblocks.locks, dblocks.checks, dblocks.backends.locmem
+assert not any(name.split(".")[0] == "kazoo" for name in sys.modules)
+sys.modules["kazoo"] = None
+from dblocks.conf import backends
+backends["zk"]
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program % PATH],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert "ImproperlyConfigured" in ended.stderr
+    assert 'pip install "django-dblocks[zookeeper]"' in ended.stderr
+
+
+@pytest.mark.parametrize("lease", [0.1, 600])
+def test_session_of_another_length(
+    configure: Configure, key: str, lease: float
+) -> None:
+    """A lease that the server has no sessions for is an error that says what to set."""
+    alias = configure("odd", LEASE=lease)
+    with pytest.raises(ImproperlyConfigured, match="tickTime") as caught:
+        distributed_lock(key, backend=alias).try_acquire()
+    assert f"LEASE is {lease:g} s" in str(caught.value)
+
+
+def test_no_server(
+    configure: Configure, key: str, live_threads: Callable[[], set[Any]]
+) -> None:
+    """A server that doesn't answer is kazoo's error, soon, and leaves nothing open."""
+    alias = configure("nowhere", LOCATION=f"{HOST}:{free_port()}")
+    with takes(at_most=5 + SLACK), pytest.raises(ConnectionLoss, match="LOCATION"):
+        distributed_lock(key, backend=alias).acquire(timeout=1)
+    assert issubclass(ConnectionLoss, engine(alias).errors)
+    eventually(lambda: not live_threads(), what="the end of the threads")
+
+
+def test_password(configure: Configure, key: str) -> None:
+    """Nodes can be kept from others, who are told what to check."""
+    acl = [make_digest_acl("dblocks", "secret", all=True)]
+    options = {"auth_data": [("digest", "dblocks:secret")], "default_acl": acl}
+    prefix = f"guarded-{time.monotonic_ns()}"
+    mine = configure("mine", KEY_PREFIX=prefix, OPTIONS=options)
+    theirs = configure("theirs", KEY_PREFIX=prefix)
+    with distributed_lock(key, backend=mine) as lease:
+        assert lease.held
+        for other in (key, f"{key}:other"):
+            with pytest.raises(NoAuthError, match="auth_data"):
+                distributed_lock(other, backend=theirs).try_acquire()
+
+
+# Terms
+
+
+def test_refused_terms(configure: Configure, key: str) -> None:
+    """What can't be kept is refused without asking the server."""
+    alias = configure("nowhere", LOCATION=f"{HOST}:1", LEASE=30)
+    for terms in ({"lease": 29}, {"lease": 31}, {"hold_at_least": 1}):
+        with pytest.raises(NotSupportedError, match=next(iter(terms))):
+            distributed_lock(key, backend=alias, **terms).try_acquire()
+
+
+def test_renewal_of_another_length(acquire: Leases) -> None:
+    """A longer lease can't be had later either."""
+    lease = acquire()
+    with pytest.raises(NotSupportedError, match="LEASE"):
+        lease.renew(60)
+    assert lease.held
+
+
+def test_own_length_may_be_given(backend: str, key: str) -> None:
+    """The session's timeout itself is accepted."""
+    with distributed_lock(key, backend=backend, lease=engine().lease) as lease:
+        assert lease.held
+
+
+def test_not_renewed(lock: Locks, key: str, other: OtherThread) -> None:
+    """A lease that isn't renewed ends, although the session goes on."""
+    lease = lock(renew=False).acquire()
+    with takes(at_least=0.9 * engine().lease, at_most=engine().lease + SLACK):
+        theirs = other.do(lock().acquire, timeout=DEADLINE)
+    assert lease.lost_reason == "expired"
+    assert theirs.fencing_token > lease.fencing_token
+    assert places(key)[0]
+    other.do(theirs.release)
+
+
+# Names and listing
+
+NASTY = [
+    "a/b",
+    "a%2Fb",
+    "a%252Fb",
+    "/",
+    "//",
+    ".",
+    "..",
+    "...",
+    "%2E",
+    "%2e",
+    "zookeeper",
+    "Job",
+    "job",
+    "job ",
+    "j\u00f6b",
+    "jo\u0308b",
+    "\U0001f512",
+    "\x01\x7f\u0085\ufff0\ue000",
+    "\U0010ffff" * 255,
+]
+
+
+def test_any_key(backend: str) -> None:
+    """Every key is a lock of its own, and is listed as it was given."""
+    with ExitStack() as stack:
+        for name in NASTY:
+            stack.enter_context(distributed_lock(name, backend=backend, timeout=0))
+        listed = [entry.key for entry in engine().entries()]
+        assert sorted(listed) == sorted(NASTY)
+        assert all(distributed_lock(name, backend=backend).locked() for name in NASTY)
+    assert not list(engine().entries())
+
+
+def test_names(backend: str) -> None:
+    """No two keys have one name, and a name leads back to its key."""
+    assert len({nodes.escaped(key) for key in NASTY}) == len(NASTY)
+    assert [nodes.unescaped(nodes.escaped(key)) for key in NASTY] == NASTY
+
+
+def test_order_across_the_overflow(backend: str) -> None:
+    """The counter of a folder wraps around; the order of places doesn't."""
+    numbers = ["2147483646", "2147483647", "-2147483648", "-2147483647"]
+    names = [f"{os.urandom(16).hex()}-{number}" for number in numbers]
+    assert nodes.in_order(names[::-1]) == names
+    assert nodes.in_order(["lost+found", *names[:1], "x-0000000001"]) == names[:1]
+
+
+def test_listing(acquire: Leases, lock: Locks, key: str, other: OtherThread) -> None:
+    """Operators see who has a key or a permit, since when, and what for."""
+    lease = acquire(note="nightly", owner="ann")
+    acquire(owner="ann")
+    permit = acquire(key + ":p", permits=3)
+    (entry,) = engine().entries(key)
+    assert (entry.key, entry.owner, entry.note) == (key, "ann", "nightly")
+    assert (entry.version, entry.hold_count) == (lease.fencing_token, 2)
+    assert str(os.getpid()) in entry.holder
+    assert abs(entry.acquired_at.timestamp() - time.time()) < SLACK
+    assert entry.state == "held"
+    (entry,) = engine().entries(key + ":p")
+    assert entry.key == f"{key}:p\x1f{permit.permit}"
+
+
+def test_listing_of_waiters(
+    acquire: Leases, lock: Locks, key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """So are those who wait, but for those behind another one of their process."""
+    assert engine().waiters(key).number == 0
+    lease = acquire()
+    waiting = threads().start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    _, since, names = engine().waiters(key)
+    assert abs(since.timestamp() - time.time()) < SLACK
+    assert [str(os.getpid()) in name for name in names] == [True]
+    assert len(list(engine().entries(key))) == 1
+    time.sleep(0.3)
+    released = time.time()
+    lease.release()
+    waiting.result(DEADLINE)
+    # It has the key since then, not since it began to wait.
+    eventually(
+        lambda: (
+            next(iter(engine().entries(key))).acquired_at.timestamp() > released - 0.2
+        )
+    )
+    assert engine().waiters(key).number == 0
+    waiting.result(DEADLINE).release()
+
+
+def test_force_release(
+    acquire: Leases, lock: Locks, key: str, other: OtherThread
+) -> None:
+    """Operators free a key; its holder learns of it with the next renewal."""
+    lease = acquire()
+    assert not engine().force_release(key, version=lease.fencing_token - 1)
+    assert not engine().force_release(key, older_than=60)
+    assert lease.held
+    eventually(lambda: engine().force_release(key, older_than=0.2))
+    assert not engine().force_release(key)
+    eventually(lambda: lease.lost_reason == "forced", within=engine().lease)
+    theirs = other.do(lock().acquire, timeout=0)
+    assert theirs.fencing_token > lease.fencing_token
+    other.do(theirs.release)
+
+
+def test_force_release_under_a_waiter(
+    acquire: Leases, lock: Locks, key: str, other: OtherThread
+) -> None:
+    """The next one is let in at once."""
+    lease = acquire(renew=False)
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    with takes(at_most=scaled(0.3)):
+        assert engine().force_release(key)
+        theirs = waiting.result(DEADLINE)
+    assert lease.release() is False
+    assert lease.lost_reason == "taken"
+    assert theirs.held
+    other.do(theirs.release)
+
+
+# The queue
+
+
+def test_fifo_among_processes(
+    backend: str, workers: Workers, key: str, acquire: Leases
+) -> None:
+    """Processes get the key in the order in which they asked; tokens rise."""
+    lease = acquire()
+    queue = []
+    for number in range(1, 5):
+        queue.append(workers.start("hold", key=key, timeout=DEADLINE, backend=backend))
+        eventually(lambda n=number: engine().waiters(key).number == n)
+    tokens = [lease.fencing_token]
+    lease.release()
+    for worker in queue:
+        tokens.append(worker.expect("held")["token"])
+        assert engine().read(key).version == tokens[-1]
+        worker.tell("release")
+        assert worker.expect("released")["result"] is True
+        worker.until_done()
+    assert tokens == sorted(set(tokens))
+    assert not places(key)
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_no_herd(
+    configure: Configure,
+    acquire: Leases,
+    key: str,
+    threads: Callable[[], OtherThread],
+    permits: int,
+) -> None:
+    """Each waiter watches the one before it alone; nobody wakes all of them."""
+    holders = [acquire(permits=permits, owner=f"o{n}") for n in range(permits)]
+    # Each with a session of its own, like processes.
+    aliases = [configure(f"waiter-{number}") for number in range(4)]
+    waiting = []
+    for number, alias in enumerate(aliases, 1):
+        lock = distributed_lock(key, backend=alias, permits=permits)
+        waiting.append(threads().start(lock.acquire, timeout=DEADLINE))
+        eventually(lambda n=number: engine().waiters(key).number == n)
+
+    def watched(alias: str) -> list[str]:
+        return sorted(
+            path for path, by in session(alias).client._child_watchers.items() if by
+        )
+
+    queue = nodes.queue_key(key, permits)
+    line = [f"{folder(queue)}/{name}" for name in places(queue)]
+    rows = [folder(row) for row in row_keys(key, permits)]
+    # The first of those who wait for permits watches these.
+    firsts = [line[:1]] if permits == 1 else [rows]
+    expected = firsts + [[path] for path in (line[1:4] if permits == 1 else line[:3])]
+    eventually(lambda: [watched(alias) for alias in aliases] == expected)
+    holders[0].release()
+    for future in waiting:
+        assert future.result(DEADLINE).release()
+
+
+def test_dead_waiter(backend: str, workers: Workers, key: str, acquire: Leases) -> None:
+    """A waiter that is killed holds up nobody for longer than a lease."""
+    lease = acquire()
+    dead, alive = (
+        workers.start("hold", key=key, timeout=DEADLINE, backend=backend, announced=n)
+        for n in (False, False)
+    )
+    eventually(lambda: engine().waiters(key).number == 2)
+    first = engine().waiters(key).names[0]
+    if f"pid {dead.pid} " not in first:
+        dead, alive = alive, dead
+    dead.kill()
+    lease.release()
+    with takes(at_most=engine().lease + 0.5 + SLACK):
+        alive.expect("held")
+    alive.tell("release")
+    alive.until_done()
+
+
+def test_statements_while_waiting(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits leaves the server alone."""
+    alias = configure("long", LEASE=30)
+    with distributed_lock(key, backend=alias):
+        sent: list[object] = []
+        waiting = other.start(distributed_lock(key, backend=alias).try_acquire, 4)
+        eventually(lambda: engine(alias).waiters(key).number == 1)
+        time.sleep(0.2)
+        client = session(alias).client
+        call = client._call
+
+        def count(request: Any, answer: Any) -> Any:
+            # Not what keeps the holder's session alive.
+            if type(request).__name__ != "Exists":
+                sent.append(request)
+            return call(request, answer)
+
+        monkeypatch.setattr(client, "_call", count)
+        time.sleep(2)
+        assert len(sent) <= 1, sent
+        monkeypatch.undo()
+        assert waiting.result(DEADLINE) is None
+
+
+# Sessions
+
+
+def expire(alias: str = "zookeeper") -> None:
+    """End a session at the server, as if nothing had been heard of it for too long."""
+    mine = session(alias)
+    twin = KazooClient(mine.address.hosts, client_id=mine.client.client_id)
+    twin.start()
+    twin.stop()
+    twin.close()
+
+
+def test_expired_session(
+    acquire: Leases, lock: Locks, key: str, other: OtherThread
+) -> None:
+    """A session that is over takes its leases along; the next one is another."""
+    lease = acquire()
+    expire()
+    eventually(lambda: lease.lost_reason, within=engine().lease)
+    assert lease.lost_reason == "expired"
+    theirs = other.do(lock().acquire, timeout=DEADLINE)
+    assert theirs.fencing_token > lease.fencing_token
+    assert lease.release() is False
+    assert theirs.held
+    assert other.do(theirs.release)
+
+
+def test_expired_session_of_a_waiter(
+    backend: str, workers: Workers, lock: Locks, key: str
+) -> None:
+    """Who waits in a session that is over goes on waiting in the next one."""
+    worker = workers.start("hold", key=key, backend=backend)
+    worker.expect("held")
+    thread = OtherThread()
+    try:
+        waiting = thread.start(lock().acquire, timeout=DEADLINE)
+        eventually(lambda: engine().waiters(key).number == 1)
+        expire()
+        eventually(lambda: engine().waiters(key).number == 1)
+        time.sleep(0.3)
+        worker.tell("release")
+        lease = waiting.result(DEADLINE)
+        assert lease.held
+        thread.do(lease.release)
+    finally:
+        thread.close()
+    worker.until_done()
+    assert not places(key)
+
+
+def test_killed_holder(backend: str, workers: Workers, lock: Locks, key: str) -> None:
+    """The key of a process that is killed is free when its session is over."""
+    worker = workers.start("hold", key=key, backend=backend)
+    token = worker.expect("held")["token"]
+    worker.kill()
+    with takes(at_least=engine().lease / 3, at_most=engine().lease + 0.3 + SLACK):
+        lease = lock().acquire(timeout=DEADLINE)
+    assert lease.fencing_token > token
+    lease.release()
+
+
+def test_server_is_killed(own: str, server: Server, key: str) -> None:
+    """Out of reach until the deadline, a lease is lost; then all goes on."""
+    lease = distributed_lock(key, backend=own).acquire()
+    server.kill()
+    assert lease.held
+    eventually(lambda: not lease.held, within=engine(own).lease)
+    assert lease.lost_reason == "backend"
+    with takes(at_most=2 + SLACK), pytest.raises(KazooException):
+        distributed_lock(key, backend=own).try_acquire()
+    server.start()
+    again = distributed_lock(key, backend=own).acquire(timeout=DEADLINE)
+    assert again.fencing_token > lease.fencing_token
+    assert lease.release() is False
+    assert again.held
+    assert len(places(key, own)) == 1
+    assert again.release()
+    eventually(lambda: not session(own).client.exists(folder(key, own)))
+
+
+def test_server_restarts_within_a_lease(
+    configure: Configure, server: Server, key: str
+) -> None:
+    """A lease that outlasts the outage is kept, and so is a waiter's place."""
+    alias = configure("patient", LOCATION=server.url(), LEASE=scaled(8))
+    lease = distributed_lock(key, backend=alias).acquire()
+    thread = OtherThread()
+    try:
+        waiting = thread.start(
+            distributed_lock(key, backend=alias).acquire, timeout=2 * DEADLINE
+        )
+        eventually(lambda: engine(alias).waiters(key).number == 1)
+        server.kill()
+        server.start()
+        always(lambda: lease.held, during=1, what="held")
+        lease.renew()
+        assert lease.release()
+        theirs = waiting.result(DEADLINE)
+        assert theirs.fencing_token > lease.fencing_token
+        thread.do(theirs.release)
+    finally:
+        thread.close()
+    assert not places(key, alias)
+
+
+def test_release_that_fails(configure: Configure, server: Server, key: str) -> None:
+    """What could not be given back is deleted as soon as the server answers."""
+    alias = configure("patient", LOCATION=server.url(), LEASE=scaled(30))
+    lease = distributed_lock(key, backend=alias).acquire()
+    server.kill()
+    with pytest.raises(KazooException):
+        lease.release()
+    server.start()
+    eventually(lambda: not places(key, alias), what="the end of the node")
+
+
+def test_fork(acquire: Leases, lock: Locks, key: str, other: OtherThread) -> None:
+    """A child has neither its parent's lease nor its session; it makes its own."""
+    lease = acquire()
+    mine = session().id
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            refused = lock().try_acquire() is None
+            with lock(key + ":child") as own:
+                said = (
+                    f"{lease.lost_reason} {refused} {own.held} {session().id != mine}"
+                )
+            said += f" {lease.release()}"
+        except BaseException as error:
+            said = repr(error)
+        finally:
+            os.write(theirs, said.encode())
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as pipe:
+        assert pipe.read() == "forked True True True False"
+    os.waitpid(child, 0)
+    assert session().id == mine
+    always(lambda: lease.held, during=engine().lease, what="held by the parent")
+    assert lease.release()
+
+
+# Nothing is left
+
+
+def test_nothing_is_left(
+    lock: Locks,
+    acquire: Leases,
+    key: str,
+    other: OtherThread,
+    live_threads: Callable[[], set[Any]],
+    open_files: Callable[[], int],
+) -> None:
+    """Grants, refusals, waits that end or run out leave no node, watch or socket."""
+    files = open_files()
+    for _ in range(10):
+        with lock(), lock(key + ":p", permits=2):
+            assert other.do(lock().try_acquire) is None
+            with pytest.raises(LockTimeout):
+                other.do(lock().acquire, timeout=0.05)
+            second = other.do(lock(key + ":p", permits=2).acquire)
+            with pytest.raises(LockTimeout):
+                lock(key + ":p", permits=2, owner="x").acquire(timeout=0.05)
+            assert other.do(second.release)
+        distributed_lock(key, key + ":2", backend="zookeeper").acquire().release()
+    mine = session()
+
+    def left() -> list[str]:
+        names = mine.client.get_children(mine.address.root)
+        return [n for n in names if n.startswith(nodes.escaped(key))]
+
+    eventually(lambda: not left(), what="the end of the nodes")
+    assert not mine.grants
+    assert not mine._bells
+    watching = [p for p in mine.client._child_watchers if key.split(":")[-1] in p]
+    assert len(watching) <= 4, watching
+    other.close()
+    eventually(lambda: not live_threads(), what="the end of the threads")
+    assert open_files() <= files + 1
+
+
+# Lost replies
+
+
+@pytest.fixture
+def lose_reply(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lose the answer to the next request of a kind, which the server has heard."""
+
+    def lose(kind: str) -> None:
+        mine = session()
+        call = mine.client._call
+        lost: list[object] = []
+
+        def lossy(request: Any, answer: Any) -> Any:
+            if type(request).__name__ == kind and not lost:
+                lost.append(request)
+                unheard = mine.handler.async_result()
+                unheard.rawlink(lambda _: answer.set_exception(ConnectionLoss()))
+                return call(request, unheard)
+            return call(request, answer)
+
+        monkeypatch.setattr(mine.client, "_call", lossy)
+
+    return lose
+
+
+def test_lost_reply_to_an_acquire(
+    lose_reply: Callable[[str], None], lock: Locks, key: str
+) -> None:
+    """The key is granted all the same, once."""
+    lose_reply("Transaction")
+    lease = lock().acquire(timeout=0)
+    assert len(places(key)) == 1
+    assert engine().read(key).version == lease.fencing_token
+    assert lease.release()
+    assert not places(key)
+
+
+def test_lost_reply_to_a_release(
+    lose_reply: Callable[[str], None], lock: Locks, key: str
+) -> None:
+    """It was held until then, as far as anybody can tell."""
+    lease = lock().acquire()
+    lose_reply("Delete")
+    assert lease.release() is True
+    assert not places(key)
+
+
+def test_lost_reply_to_a_waiter(
+    lose_reply: Callable[[str], None],
+    lock: Locks,
+    acquire: Leases,
+    key: str,
+    other: OtherThread,
+) -> None:
+    """It has one place in the queue."""
+    lease = acquire()
+    lose_reply("Transaction")
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    time.sleep(0.3)
+    assert len(places(key)) == 2
+    lease.release()
+    other.do(waiting.result(DEADLINE).release)
+    assert not places(key)
+
+
+def test_look_that_is_out_of_date(
+    acquire: Leases, lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that find the key free at once, one gets it."""
+    lease = acquire()
+    mine = session()
+    look, looks = mine.children, []
+
+    def first_free(folders: Any, *args: Any) -> Any:
+        looks.append(folders)
+        return [[]] * len(folders) if len(looks) == 1 else look(folders, *args)
+
+    monkeypatch.setattr(mine, "children", first_free)
+    assert lock(owner="another").try_acquire() is None
+    assert len(looks) > 1
+    assert len(places(key)) == 1
+    assert lease.held
+
+
+def test_interrupted_acquire(
+    lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an exception in the middle leaves behind is deleted."""
+    mine = session()
+    take = mine.take
+
+    def interrupted(*args: Any) -> Any:
+        take(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mine, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lock().acquire()
+    monkeypatch.undo()
+    eventually(lambda: not places(key), what="the end of the node")
+
+
+def test_interrupted_release(
+    lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to be given back is, all the same."""
+    lease = lock().acquire()
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session(), "give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    eventually(lambda: not places(key), what="the end of the node")
+
+
+# Ensembles
+
+
+@pytest.fixture
+def three(configure: Configure, ensemble: list[ZooKeeper]) -> str:
+    location = [each.url() for each in ensemble]
+    return configure("three", LOCATION=location, LEASE=scaled(6))
+
+
+def test_leader_is_killed(three: str, ensemble: list[ZooKeeper], key: str) -> None:
+    """A lease survives the election of another leader, and tokens go on rising."""
+    lease = distributed_lock(key, backend=three).acquire(timeout=DEADLINE)
+    leader(ensemble).kill()
+    always(lambda: lease.held, during=scaled(8), what="held")
+    assert lease.release()
+    with distributed_lock(key, backend=three) as again:
+        assert again.fencing_token > lease.fencing_token
+
+
+def test_server_is_paused(three: str, ensemble: list[ZooKeeper], key: str) -> None:
+    """The client goes over to another server in time."""
+    lease = distributed_lock(key, backend=three).acquire(timeout=DEADLINE)
+    port = session(three).client._connection._socket.getpeername()[1]
+    paused = next(each for each in ensemble if each.port == port)
+    os.kill(paused.pid, signal.SIGSTOP)
+    try:
+        always(lambda: lease.held, during=scaled(8), what="held")
+        assert lease.release()
+    finally:
+        os.kill(paused.pid, signal.SIGCONT)
+
+
+def test_cut_off_with_its_server(
+    configure: Configure, ensemble: list[ZooKeeper], key: str
+) -> None:
+    """Who reaches only a server that is paused is over before others get the key."""
+    first = leader(ensemble)
+    follower = next(each for each in ensemble if each is not first)
+    mine = configure("mine", LOCATION=follower.url(), LEASE=scaled(3))
+    theirs = configure("theirs", LOCATION=first.url(), LEASE=scaled(3))
+    for _ in range(3):
+        lease = distributed_lock(key, backend=mine).acquire(timeout=DEADLINE)
+        time.sleep(scaled(0.5))
+        # At the worst moment: the leader hasn't heard of this yet.
+        lease.renew()
+        os.kill(follower.pid, signal.SIGSTOP)
+        try:
+            taken = distributed_lock(key, backend=theirs).acquire(timeout=DEADLINE)
+            assert not lease.held
+            assert taken.held
+            taken.release()
+        finally:
+            os.kill(follower.pid, signal.SIGCONT)
+
+
+def test_renewed_by_the_majority_alone(
+    configure: Configure, ensemble: list[ZooKeeper], key: str
+) -> None:
+    """A server that has lost the others still answers, and renews nothing."""
+    follower = next(each for each in ensemble if each is not leader(ensemble))
+    others = [each for each in ensemble if each is not follower]
+    alias = configure("alone", LOCATION=follower.url(), LEASE=scaled(6))
+    lease = distributed_lock(key, backend=alias).acquire(timeout=DEADLINE)
+    for each in others:
+        os.kill(each.pid, signal.SIGSTOP)
+    try:
+        # It doesn't know yet.
+        assert session(alias).client.exists(folder(key, alias))
+        with pytest.raises(KazooException):
+            lease.renew()
+    finally:
+        for each in others:
+            os.kill(each.pid, signal.SIGCONT)
+    assert lease.held
+    # Its server is looking for the others.
+    eventually(lambda: any("leader" in each.ask("srvr") for each in ensemble))
+    with suppress(KazooException):
+        lease.release()
