@@ -29,8 +29,8 @@ Leases = Callable[..., Lease]
 Obtainable = Callable[..., bool]
 
 #: Asgiref's thread for sync code, the first waiter at its gate, the timekeeper, the
-#: renewals, and what is just ending.
-FEW_THREADS = 6
+#: renewals, and what is just ending: on a busy machine several hand-overs overlap.
+FEW_THREADS = 9
 
 
 def asked_at_once(backend: str) -> int:
