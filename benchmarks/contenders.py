@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from django.db import connection
 
@@ -203,10 +205,25 @@ def _pglock(key: str) -> AbstractContextManager[object]:
     return manager
 
 
-def _django_redis(key: str) -> AbstractContextManager[object]:
-    from django.core.cache import cache
+@cache
+def _redis() -> Any:
+    from django.conf import settings
+    from redis import Redis
 
-    manager: AbstractContextManager[object] = cache.lock(  # type: ignore[attr-defined]
+    return Redis.from_url(settings.CACHES["default"]["LOCATION"])
+
+
+def _redis_py(key: str) -> AbstractContextManager[object]:
+    manager: AbstractContextManager[object] = _redis().lock(
+        key, timeout=LEASE, blocking_timeout=WAIT
+    )
+    return manager
+
+
+def _django_redis(key: str) -> AbstractContextManager[object]:
+    from django.core.cache import cache as store
+
+    manager: AbstractContextManager[object] = store.lock(  # type: ignore[attr-defined]
         key, timeout=LEASE, blocking_timeout=WAIT
     )
     return manager
@@ -214,9 +231,8 @@ def _django_redis(key: str) -> AbstractContextManager[object]:
 
 def _python_redis_lock(key: str) -> AbstractContextManager[object]:
     import redis_lock
-    from django_redis import get_redis_connection
 
-    lock = redis_lock.Lock(get_redis_connection(), key, expire=int(LEASE))
+    lock = redis_lock.Lock(_redis(), key, expire=int(LEASE))
     manager: AbstractContextManager[object] = lock
     return manager
 
@@ -228,10 +244,11 @@ _REDIS = frozenset({"redis"})
 DBLOCKS = Contender(
     "dblocks",
     _dblocks,
-    _DATABASES,
+    _DATABASES | _REDIS,
     "django-dblocks",
-    "two updates of a row",
-    "the server's queue, then reads of the row; SQLite: reads of the row",
+    "two updates of a row; Redis: a hash in memory",
+    "the server's queue, then reads of the row; SQLite: reads of the row; Redis: a "
+    "queue and a blocking pop",
 )
 BARE = Contender(
     "two bare updates",
@@ -312,6 +329,15 @@ PGLOCK = Contender(
     "the server's queue",
     durable=False,
 )
+REDIS_PY = Contender(
+    "redis-py",
+    _redis_py,
+    _REDIS,
+    "redis",
+    "a key in memory; on disk within about a second",
+    "looks every 100 ms",
+    durable=False,
+)
 DJANGO_REDIS = Contender(
     "django-redis",
     _django_redis,
@@ -342,6 +368,7 @@ CONTENDERS = [
     DATABASE_LOCKS,
     DJANGO_MYSQL,
     PGLOCK,
+    REDIS_PY,
     DJANGO_REDIS,
     PYTHON_REDIS_LOCK,
 ]

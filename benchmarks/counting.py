@@ -1,4 +1,4 @@
-"""Counting what a process sends to its databases, on all of its connections."""
+"""Counting what a process sends to its servers, on all of its connections."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
+from redis.connection import AbstractConnection
 
 
 class Sent(NamedTuple):
-    """One statement: when, and by which thread."""
+    """One statement, or command of Redis: when, and by which thread."""
 
     at: float
     thread: int
@@ -25,12 +26,13 @@ _COUNTED = [
     (CursorWrapper, "executemany"),
     (BaseDatabaseWrapper, "_commit"),
     (BaseDatabaseWrapper, "_rollback"),
+    (AbstractConnection, "send_packed_command"),
 ]
 
 
 @contextmanager
 def statements() -> Iterator[list[Sent]]:
-    """Collect the statements, commits and rollbacks that are sent in the block.
+    """Collect the statements, commits, rollbacks and commands sent in the block.
 
     What a driver sends by itself isn't seen, such as the ``BEGIN`` of a transaction.
     """

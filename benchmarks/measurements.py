@@ -35,7 +35,9 @@ class Measurement:
 
 MEASUREMENTS = [
     Measurement("uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS),
-    Measurement("statements", "Statements", uncontended.count_statements, (4,)),
+    Measurement(
+        "statements", "Statements", uncontended.count_statements, (4,), SERVERS
+    ),
     Measurement("floor", "The floor", floor.measure, (13,)),
     Measurement("sets", "Several keys", sets.measure, (14,)),
     Measurement(
@@ -45,7 +47,7 @@ MEASUREMENTS = [
         (5,),
         SERVERS,
     ),
-    Measurement("crowd", "Sixteen processes", contention.measure_crowd, (6,)),
+    Measurement("crowd", "Sixteen processes", contention.measure_crowd, (6,), SERVERS),
     Measurement("permits", "Permits", permits.measure, (15,)),
     Measurement(
         "throughput",
@@ -54,7 +56,9 @@ MEASUREMENTS = [
         (7,),
         SERVERS,
     ),
-    Measurement("long-wait", "A long wait", contention.measure_long_wait, (8,)),
+    Measurement(
+        "long-wait", "A long wait", contention.measure_long_wait, (8,), SERVERS
+    ),
     Measurement("threads", "Threads", contention.measure_threads, (9,)),
     Measurement("rows", "Rows in the table", scale.measure_rows, (10,)),
     Measurement("prune", "Pruning", scale.measure_prune, (11,)),

@@ -165,7 +165,8 @@ def contenders_table(machine: Mapping[str, str]) -> str:
         f"{table(heads, rows)}\n\n"
         f"Not durable: {', '.join(volatile)}. They write nothing that is on disk when "
         "the lock is had, so that none of them pays for a commit; what holds a lock "
-        "there is gone with the connection or with the server's memory."
+        "there is gone with the connection or with the server's memory. So it is with "
+        "dblocks on Redis."
     )
 
 

@@ -1,8 +1,8 @@
 """Settings of the measuring processes.
 
 ``DATABASE_URL`` is where the contenders keep their locks, ``MANY_URL`` a second
-database of the same server whose lock table is filled with rows, ``REDIS_URL`` the
-cache.
+database of the same server whose lock table is filled with rows. With ``REDIS_URL``
+they keep them there instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATABASES = {
 
 INSTALLED_APPS = ["dblocks", "benchmarks", "db_mutex", "database_locks"]
 
-DBLOCKS = {
+DBLOCKS: dict[str, dict[str, object]] = {
     alias: {
         "BACKEND": "dblocks.backends.database.DatabaseBackend",
         "OPTIONS": {"using": alias},
@@ -38,6 +38,10 @@ if "REDIS_URL" in env:
             "BACKEND": "django_redis.cache.RedisCache",
             "LOCATION": env.str("REDIS_URL"),
         }
+    }
+    DBLOCKS["default"] = {
+        "BACKEND": "dblocks.backends.redis.RedisBackend",
+        "LOCATION": env.str("REDIS_URL"),
     }
 
 # It logs each lock that it can't make, and each that it has lost.
