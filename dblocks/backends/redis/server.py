@@ -30,6 +30,12 @@ MICRO = 1_000_000
 BATCH = 500
 """Rows that are read or written by one call, so that others' calls come in between."""
 
+LONG = 1.0
+"""Seconds from which on the server is trusted to end a wait in time."""
+
+LATE = 0.25
+"""Seconds by which it may be late."""
+
 
 class Server:
     """Keeps locks on one server, or on one of several.
@@ -190,14 +196,16 @@ class Server:
 
     def listen(self, key: str, ticket: str, seconds: float) -> str:
         """Wait for what the queue tells this one; nothing if it tells nothing."""
-        # The server looks at its clock ten times a second: this one ends the wait.
-        command = ("BLPOP", self._bell(key, ticket), seconds + 1)
+        # The server looks at its clock ten times a second. It ends long waits, just
+        # before; this one ends the others, which costs the connection.
+        ends = seconds - LATE if seconds > LONG else seconds + LONG
+        command = ("BLPOP", self._bell(key, ticket), ends)
         try:
-            _, word = self.client.send(*command, answers_within=seconds)
+            answer = self.client.send(*command, answers_within=seconds)
         except (ConnectionError, TimeoutError):
             # The next question to the server tells whether it is out of reach.
             return ""
-        return str(word, "ascii")
+        return "" if answer is None else str(answer[1], "ascii")
 
     def leave(self, key: str, ticket: str) -> None:
         """Queue no longer."""
