@@ -1,6 +1,6 @@
 """System checks: what can be wrong with a deployment, before it goes wrong.
 
-Errors concern the settings alone. What concerns a database is a warning and tagged
+Errors concern the settings alone. What concerns a server is a warning and tagged
 ``database``: ``manage.py check --database default`` asks for it, after ``migrate`` in a
 deployment. Each has a section in the documentation, on the page about checks.
 
@@ -30,6 +30,12 @@ W009: Locks are kept in the memory of one process. ``LocMemBackend`` is for test
 W010: A SQLite database has Django's own settings, with which a transaction that has
     read fails, at once, if others write. Set ``"transaction_mode": "IMMEDIATE"`` and
     ``"init_command": "PRAGMA journal_mode=WAL"`` in its ``OPTIONS``.
+W011: Redis can't be asked: it doesn't answer, or refuses the user ``INFO``.
+W012: Redis may evict locks when its memory is full. Set ``maxmemory-policy
+    noeviction``, or give locks a server of their own.
+W013: Redis forgets locks that are held when it restarts, because it has no append-only
+    file. Set ``appendonly yes``, and ``appendfsync always`` if no grant may be
+    forgotten.
 
 W001, W004 and W010 are left out where ``migrate`` and ``test`` check in passing: the
 first makes the table, and neither is a deployment.
@@ -117,7 +123,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """W001 to W003 and W007: what the lock's database tells."""
+    """W001 to W003, W007 and W010 to W013: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -106,17 +106,17 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
     leases shorter than this are lost when it returns (their callbacks run in a thread,
     soon afterwards), and longer ones are renewed at the next moment.
 
-    The database's clock can't be moved: its rows are made older instead, which comes
-    to the same for this process. Others, which share the test database but not the
-    moved clock, find their leases shortened.
+    A server's clock can't be moved: its locks are made older instead, which comes to
+    the same for this process. Others, which share the test database, or the
+    ``KEY_PREFIX`` in Redis, but not the moved clock, find their leases shortened.
 
     Args:
         seconds: Forward only; the clock is never set back.
-        backend: The alias of the backend whose locks grow older; a database or
+        backend: The alias of the backend whose locks grow older: a database, Redis or
             ``LocMemBackend``.
 
     Raises:
-        NotImplementedError: The backend is another engine, with a clock of its own.
+        NotImplementedError: The engine can't do that, as ZooKeeper can't.
     """
     by = validation.duration("seconds", seconds)
     # The rows first: a lease renewed in between is thought shorter than it is.
@@ -137,11 +137,14 @@ async def amove_clock(
 def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
     """Free all keys of a backend, held and cooling ones; tokens go on rising.
 
-    For tests on ``LocMemBackend``, where nothing rolls back what a test leaves
-    behind. Whoever still holds a lease finds it force-released.
+    For tests on ``LocMemBackend`` and Redis, where nothing rolls back what a test
+    leaves behind. Whoever still holds a lease finds it force-released.
 
     Args:
-        backend: Alias in the setting ``DBLOCKS``, of a database or
+        backend: Alias in the setting ``DBLOCKS``, of a database, Redis or
             ``LocMemBackend``.
+
+    Raises:
+        NotImplementedError: The engine can't do that.
     """
     backends[backend].clear()

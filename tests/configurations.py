@@ -72,6 +72,7 @@ CONTRACT = {
     "observability",
     "ownership",
     "permits",
+    "recipes",
     "reentrant_code",
     "releases_in_threads",
     "renewal_races",

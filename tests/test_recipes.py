@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections
+from redis.exceptions import RedisError
 
 from dblocks import InvalidKey, Lease, LeaseLost, LockTimeout, distributed_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_acquired
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
@@ -21,10 +23,11 @@ from testproject.shop.models import Order, Product
 from testproject.shop.sale import empty_shop
 from tests.commands import MANAGE, environment
 from tests.factories import AccountFactory
-from tests.fixtures import OtherThread, in_memory
+from tests.fixtures import OtherThread, in_memory, outranks
 from tests.pages import DOCS, Examples
 from tests.processes import ROOT, Workers
-from tests.timing import DEADLINE, SLACK, STEP, always, takes
+from tests.services import Redis
+from tests.timing import DEADLINE, SLACK, STEP, always, scaled, takes
 
 Recipe = Callable[..., Any]
 
@@ -38,6 +41,13 @@ def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
         names["sent"].clear()
         yield names.__getitem__
     empty_shop()
+
+
+@pytest.fixture
+def deployment(committed: None) -> Iterator[Callable[[str], Recipe]]:
+    """Return a function of the page about engines by its name."""
+    with Examples(DOCS / "engines.md") as examples:
+        yield examples.run().__getitem__
 
 
 @pytest.fixture
@@ -68,6 +78,23 @@ def at_once() -> Callable[..., list[Any]]:
         return results
 
     return call
+
+
+@pytest.fixture
+def engine(backend: str, settings: Any) -> str:
+    """Make each engine that several processes share the one that recipes use."""
+    if backend == "locmem":
+        pytest.skip("not applicable: belongs to one process")
+    if backend != "default":
+        settings.DBLOCKS = {
+            **settings.DBLOCKS,
+            "default": {**settings.DBLOCKS[backend], "TIMEOUT": 0},
+            "old": {
+                "BACKEND": "dblocks.backends.database.DatabaseBackend",
+                "TIMEOUT": 0,
+            },
+        }
+    return backend
 
 
 def product(stock: int) -> Product:
@@ -202,39 +229,168 @@ def test_five_want_one_of_three(
     assert stock_of(one) == 0
 
 
+# A lock in Redis
+
+
+def test_nobody_releases_a_successors_lock(engine: str, key: str) -> None:
+    """The owner is compared: a holder that was replaced gives nothing back."""
+    first = distributed_lock(key, owner="first").acquire()
+    assert backends[engine].force_release(key)
+    second = distributed_lock(key, owner="second").acquire()
+    assert first.release() is False
+    assert second.held
+    assert distributed_lock(key).locked()
+    assert second.release() is True
+
+
+def test_owner_comes_again(engine: str, key: str, other: OtherThread) -> None:
+    """Its acquisitions are counted; whoever has another name is refused."""
+    mine = distributed_lock(key, owner="request 1")
+    leases = [mine.acquire(), other.do(mine.acquire), mine.acquire()]
+    stranger = distributed_lock(key, owner="request 2")
+    for lease in leases:
+        assert stranger.try_acquire() is None
+        assert lease.release()
+    with stranger.acquire(timeout=0) as lease:
+        assert outranks(lease, leases[0])
+
+
+def test_lock_outlives_its_time_while_its_holder_works(
+    engine: str, key: str, workers: Workers
+) -> None:
+    """It is renewed, and nobody gets it, for longer than the lease."""
+    lease = scaled(1.0)
+    holder = workers.start("hold", key=key, lease=lease, backend=engine)
+    holder.expect("held")
+    always(lambda: distributed_lock(key).try_acquire() is None, during=2 * lease)
+    holder.tell("release")
+    assert holder.expect("released")["result"] is True
+
+
+@pytest.mark.needs("has_fencing_tokens")
+def test_interest_of_an_outdated_holder(
+    recipe: Callable[[str], Recipe], engine: str, other: OtherThread
+) -> None:
+    """Who was replaced during the work is refused by the account itself."""
+    account = AccountFactory(balance=100)
+    add_interest = recipe("add_interest")
+    key = f"interest:{account.pk}"
+
+    def slowly(balance: int) -> int:
+        # As if the process had stood still meanwhile.
+        backends[engine].force_release(key)
+        other.do(add_interest, account.pk, lambda balance: 5)
+        return 10
+
+    with pytest.raises(LeaseLost) as refused:
+        add_interest(account.pk, slowly)
+    assert refused.value.reason == "taken"
+    account.refresh_from_db()
+    assert account.balance == 105
+
+
+# Redlock
+
+
+def test_redlock_without_two_of_five(
+    recipe: Callable[[str], Recipe], backend: str, settings: Any, other: OtherThread
+) -> None:
+    """The lock is had and renewed; without three it is an error, and leaves nothing."""
+    if backend != "redlock":
+        pytest.skip("not applicable: has one server")
+    with ExitStack() as running:
+        servers = [running.enter_context(Redis()) for _ in range(5)]
+        settings.DBLOCKS = {
+            "default": {
+                "BACKEND": "dblocks.backends.redis.RedisBackend",
+                "LOCATION": [server.url() for server in servers],
+                "LEASE": 60,
+            }
+        }
+        lock = distributed_lock("warm-cache")
+        for server in servers[:2]:
+            server.kill()
+        filled: list[str] = []
+
+        def fill(page: str) -> None:
+            assert other.do(lock.try_acquire) is None
+            filled.append(page)
+
+        recipe("warm_cache")(fill, ["a", "b"])
+        assert filled == ["a", "b"]
+        servers[2].kill()
+        with pytest.raises(RedisError, match="3 of 5 servers did not answer"):
+            lock.try_acquire()
+        for server in servers[:3]:
+            server.start()
+        assert not lock.locked()
+        with lock as lease:
+            assert lease.fencing_token is None
+            lease.renew()
+
+
+# Moving to another engine
+
+
+def test_deployments_from_one_engine_to_another(
+    deployment: Callable[[str], Recipe], engine: str, other: OtherThread
+) -> None:
+    """Neighbouring deployments never work at once, and a rollback is one of them."""
+    if engine == "default":
+        pytest.skip("not applicable: moves to itself")
+    both, new = deployment("import_prices"), deployment("import_prices_afterwards")
+
+    def is_let_in(work: Recipe) -> bool:
+        try:
+            return bool(other.do(work, lambda: True))
+        except LockTimeout:
+            return False
+
+    with distributed_lock("import", backend="old"):
+        assert not is_let_in(both)
+    for inside, outside in [(both, new), (both, both), (new, both), (new, new)]:
+        assert inside(lambda work=outside: is_let_in(work)) is False
+    assert not distributed_lock("import", backend="old").locked()
+    assert is_let_in(both)
+    assert is_let_in(new)
+
+
 # The five conditions
 
 
-def test_visible_to_all(workers: Workers, key: str) -> None:
+def test_visible_to_all(workers: Workers, engine: str, key: str) -> None:
     """Another process sees who has the lock."""
-    worker = workers.start("hold", key=key, note="visible")
+    worker = workers.start("hold", key=key, note="visible", backend=engine)
     worker.expect("held")
     assert distributed_lock(key).locked()
-    row = DistributedLock.objects.held().get(pk=key)
-    assert (row.note, str(worker.pid) in row.holder) == ("visible", True)
+    with pytest.raises(LockTimeout) as refused:
+        distributed_lock(key).acquire(timeout=0)
+    assert refused.value.note == "visible"
+    assert str(worker.pid) in refused.value.holder
 
 
-def test_mutual_exclusion(workers: Workers, key: str) -> None:
-    """Of several processes that try at once, one gets it."""
-    racers = workers.start_all("race", [{"key": key}] * 4)
+def test_mutual_exclusion(workers: Workers, engine: str, key: str) -> None:
+    """Of several processes that try at once, one gets it, or of Redlock's at most."""
+    racers = workers.start_all("race", [{"key": key, "backend": engine}] * 4)
     for racer in racers:
         racer.expect("ready")
     for racer in racers:
         racer.tell("go")
-    tokens = [racer.expect("tried")["token"] for racer in racers]
-    assert sorted(token is None for token in tokens) == [False, True, True, True]
+    owners = [racer.expect("tried")["owner"] for racer in racers]
+    won = sum(owner is not None for owner in owners)
+    assert won == 1 or (won == 0 and engine == "redlock")
 
 
-def test_availability(workers: Workers, key: str) -> None:
+def test_availability(workers: Workers, engine: str, key: str) -> None:
     """A holder that is killed is replaced when its lease is over."""
-    holder = workers.start("hold", key=key, lease=1)
+    holder = workers.start("hold", key=key, lease=1, backend=engine)
     holder.expect("held")
     holder.kill()
     with takes(at_most=1 + SLACK):
         assert distributed_lock(key, timeout=1 + SLACK).acquire().release()
 
 
-def test_limit_in_time(committed: None, key: str, other: OtherThread) -> None:
+def test_limit_in_time(engine: str, key: str, other: OtherThread) -> None:
     """A living holder's renewal ends at max_hold."""
     lease = distributed_lock(key, lease=30, max_hold=60).acquire()
     move_clock(25)
@@ -242,6 +398,29 @@ def test_limit_in_time(committed: None, key: str, other: OtherThread) -> None:
     move_clock(36)
     assert lease.lost_reason == "expired"
     assert other.do(lambda: distributed_lock(key).acquire(timeout=SLACK).release())
+
+
+@pytest.mark.needs("has_fencing_tokens")
+def test_no_split_brain_beside_a_fence(
+    recipe: Callable[[str], Recipe], workers: Workers, engine: str, key: str
+) -> None:
+    """A holder that was paused past its lease, and replaced, has an outdated token."""
+    account = AccountFactory(balance=10)
+    rows = type(account).objects.filter(pk=account.pk)
+    paused = workers.start("hold", key=key, lease=0.6, backend=engine)
+    token = paused.expect("held")["token"]
+    paused.stop()
+    try:
+        with distributed_lock(key, timeout=0.6 + 2 * SLACK) as lease:
+            rows.fenced_update(lease, balance=100)
+    finally:
+        paused.resume()
+    with pytest.raises(LeaseLost):
+        rows.fenced_update(token, balance=11)
+    account.refresh_from_db()
+    assert account.balance == 100
+    paused.tell("release")
+    assert paused.expect("released")["result"] is False
 
 
 def test_no_split_brain(workers: Workers, key: str) -> None:

@@ -77,7 +77,7 @@ def race(key: str, **options: Any) -> None:
     emit("ready")
     wait_for("go")
     lease = distributed_lock(key, **options).try_acquire()
-    emit("tried", token=lease and lease.fencing_token)
+    emit("tried", token=lease and lease.fencing_token, owner=lease and lease.owner)
     wait_for("release")
     if lease is not None:
         lease.release()
