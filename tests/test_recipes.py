@@ -23,11 +23,11 @@ from testproject.shop.models import Order, Product
 from testproject.shop.sale import empty_shop
 from tests.commands import MANAGE, environment
 from tests.factories import AccountFactory
-from tests.fixtures import OtherThread, in_memory, outranks
+from tests.fixtures import OtherThread, fitting, in_memory, outranks
 from tests.pages import DOCS, Examples
 from tests.processes import ROOT, Workers
 from tests.services import Redis
-from tests.timing import DEADLINE, SLACK, STEP, always, scaled, takes
+from tests.timing import DEADLINE, SLACK, STEP, always, eventually, scaled, takes
 
 Recipe = Callable[..., Any]
 
@@ -232,14 +232,18 @@ def test_five_want_one_of_three(
 # A lock in Redis
 
 
-def test_nobody_releases_a_successors_lock(engine: str, key: str) -> None:
+def test_nobody_releases_a_successors_lock(
+    engine: str, key: str, workers: Workers
+) -> None:
     """The owner is compared: a holder that was replaced gives nothing back."""
-    first = distributed_lock(key, owner="first").acquire()
+    terms = fitting(engine, {"lease": 60, "renew": False})
+    first = workers.start("hold", key=key, backend=engine, **terms)
+    first.expect("held")
     assert backends[engine].force_release(key)
-    second = distributed_lock(key, owner="second").acquire()
-    assert first.release() is False
-    assert second.held
-    assert distributed_lock(key).locked()
+    second = distributed_lock(key).acquire()
+    first.tell("release")
+    assert first.expect("released")["result"] is False
+    assert distributed_lock(key, owner="third").try_acquire() is None
     assert second.release() is True
 
 
@@ -259,10 +263,11 @@ def test_lock_outlives_its_time_while_its_holder_works(
     engine: str, key: str, workers: Workers
 ) -> None:
     """It is renewed, and nobody gets it, for longer than the lease."""
-    lease = scaled(1.0)
-    holder = workers.start("hold", key=key, lease=lease, backend=engine)
+    terms = fitting(engine, {"lease": scaled(1.0)})
+    holder = workers.start("hold", key=key, backend=engine, **terms)
     holder.expect("held")
-    always(lambda: distributed_lock(key).try_acquire() is None, during=2 * lease)
+    during = 2 * terms.get("lease", backends[engine].lease)
+    always(lambda: distributed_lock(key).try_acquire() is None, during=during)
     holder.tell("release")
     assert holder.expect("released")["result"] is True
 
@@ -329,6 +334,39 @@ def test_redlock_without_two_of_five(
             lease.renew()
 
 
+# A lock in ZooKeeper
+
+
+def test_served_in_order_and_nothing_left(
+    recipe: Callable[[str], Recipe], engine: str, workers: Workers
+) -> None:
+    """Waiting processes have their turn as they came; one that is killed loses its."""
+    key, locks = "reindex", backends[engine]
+    if engine == "default" or locks.waiters(key).number is None:
+        pytest.skip("not applicable: has no queue that can be counted")
+    with distributed_lock(key):
+        waiting = []
+        for number in range(1, 5):
+            waiting.append(
+                workers.start("hold", key=key, backend=engine, timeout=DEADLINE)
+            )
+            eventually(
+                lambda number=number: locks.waiters(key).number == number,
+                what=f"waiter {number}",
+            )
+        waiting.pop(1).kill()
+    tokens = []
+    for worker in waiting:
+        tokens.append(worker.expect("held")["token"])
+        worker.tell("release")
+        worker.until_done()
+    assert tokens == sorted(tokens)
+    done: list[str] = []
+    assert recipe("reindex")(["a", "b"], done.append) == 2
+    assert not locks.waiters(key).number
+    assert all(entry.state == "free" for entry in locks.entries(key))
+
+
 # Moving to another engine
 
 
@@ -383,13 +421,16 @@ def test_mutual_exclusion(workers: Workers, engine: str, key: str) -> None:
 
 def test_availability(workers: Workers, engine: str, key: str) -> None:
     """A holder that is killed is replaced when its lease is over."""
-    holder = workers.start("hold", key=key, lease=1, backend=engine)
+    terms = fitting(engine, {"lease": 1})
+    holder = workers.start("hold", key=key, backend=engine, **terms)
     holder.expect("held")
     holder.kill()
-    with takes(at_most=1 + SLACK):
-        assert distributed_lock(key, timeout=1 + SLACK).acquire().release()
+    longest = terms.get("lease", backends[engine].lease) + SLACK
+    with takes(at_most=longest):
+        assert distributed_lock(key, timeout=longest).acquire().release()
 
 
+@pytest.mark.needs("has_own_leases", "has_movable_clock")
 def test_limit_in_time(engine: str, key: str, other: OtherThread) -> None:
     """A living holder's renewal ends at max_hold."""
     lease = distributed_lock(key, lease=30, max_hold=60).acquire()
@@ -407,11 +448,13 @@ def test_no_split_brain_beside_a_fence(
     """A holder that was paused past its lease, and replaced, has an outdated token."""
     account = AccountFactory(balance=10)
     rows = type(account).objects.filter(pk=account.pk)
-    paused = workers.start("hold", key=key, lease=0.6, backend=engine)
+    terms = fitting(engine, {"lease": 0.6})
+    paused = workers.start("hold", key=key, backend=engine, **terms)
     token = paused.expect("held")["token"]
     paused.stop()
+    longest = terms.get("lease", backends[engine].lease) + 2 * SLACK
     try:
-        with distributed_lock(key, timeout=0.6 + 2 * SLACK) as lease:
+        with distributed_lock(key, timeout=longest) as lease:
             rows.fenced_update(lease, balance=100)
     finally:
         paused.resume()
