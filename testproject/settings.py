@@ -5,6 +5,9 @@
     by default SQLite in ``db.sqlite3``. Options may follow as a query.
 ``LOCKS_DATABASE_URL``
     A second database, with the alias ``locks``.
+``LOCKS_URL``
+    ``redis://…``: keep the locks there, instead of in the database; several, separated
+    by commas, make it Redlock.
 ``DATABASE_ISOLATION``
     ``read committed`` or ``repeatable read``, on MariaDB, MySQL and PostgreSQL.
 ``SQLITE_OPTIONS``
@@ -89,6 +92,15 @@ if "LOCKS_DATABASE_URL" in env:
     DATABASES["locks"] = with_options(
         env.db_url("LOCKS_DATABASE_URL"), isolation=ISOLATION, sqlite=SQLITE_OPTIONS
     )
+
+LOCKS_URLS = env.list("LOCKS_URL", default=[])
+DBLOCKS: dict[str, dict[str, Any]] = {}
+if LOCKS_URLS:
+    DBLOCKS["default"] = {
+        "BACKEND": "dblocks.backends.redis.RedisBackend",
+        "LOCATION": LOCKS_URLS,
+        "KEY_PREFIX": "dblocks-shop:",
+    }
 
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 

@@ -30,6 +30,7 @@ from testproject.shop.sale import Result, Sale
 from testproject.shop.selling import VARIANTS
 from tests.fixtures import in_memory
 from tests.processes import ROOT
+from tests.services import Redis
 from tests.timing import DEADLINE, eventually
 
 SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
@@ -131,6 +132,33 @@ def test_demo(environment: dict[str, str]) -> None:
     assert "LeaseLost: The lease on" in output
     assert "stock: 9; sold to: Bob" in output
     assert "All as it should be" in output
+
+
+def test_demo_with_locks_in_redis(environment: dict[str, str]) -> None:
+    """The same is sold, and who was paused past its lease can't commit either."""
+    if connection.vendor != "sqlite":
+        pytest.skip("the database doesn't matter")
+    with Redis() as redis:
+        environment["LOCKS_URL"] = redis.url()
+        with running(environment, *SMALL) as process:
+            output, errors = process.communicate(timeout=TIME_LIMIT)
+    assert (process.returncode, errors) == (0, ""), output
+    assert "with locks in Redis" in output
+    titles = {match[1] for match in map(ROW.match, output.splitlines()) if match}
+    assert VARIANTS["guard"].title in titles
+    assert VARIANTS["row-lock"].title not in titles
+    assert "LeaseLost: The lease on" in output
+    assert "stock: 9; sold to: Bob" in output
+    assert "All as it should be" in output
+
+
+def test_no_site_with_locks_in_redis(environment: dict[str, str]) -> None:
+    """The site's board would show nothing, so it isn't opened."""
+    environment["LOCKS_URL"] = "redis://localhost:1"
+    with running(environment, "--serve", "--no-sale") as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "unset LOCKS_URL" in errors
 
 
 def test_interrupted_demo(environment: dict[str, str]) -> None:

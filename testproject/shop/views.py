@@ -192,7 +192,7 @@ def pay(request: HttpRequest, pk: int) -> HttpResponse:
     with transaction.atomic():
         order.state = Order.State.PAID
         order.save(update_fields=["state"])
-        current_lease().guard()
+        selling.refuse_if_lost(current_lease())
     return redirect("shop:order", order.pk)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import OperationalError, connection
@@ -91,6 +92,10 @@ class Command(BaseCommand):
     ) -> None:
         if no_sale and not serve:
             raise CommandError("--no-sale leaves nothing to do without --serve.")
+        if serve and settings.LOCKS_URLS:
+            raise CommandError(
+                "The site shows locks that are in its database: unset LOCKS_URL."
+            )
         if stock < 1 or threads < 1 or processes < 2 or buyers < 2 * stock:
             raise CommandError(
                 "It takes at least one piece, one thread, two processes, and twice as "
@@ -153,13 +158,15 @@ class Command(BaseCommand):
     def show_sales(self, sale: Sale, crew: Crew) -> None:
         pieces = ngettext("%d piece", "%d pieces", sale.stock) % sale.stock
         database = ".".join(map(str, connection.get_database_version()))
+        locks = ", with locks in Redis" if settings.LOCKS_URLS else ""
         self.heading("A flash sale")
         self.say(
             f"{sale.buyers} buyers want {pieces}, in {len(crew.tills)} processes with "
             f"{sale.threads} threads each,\n"
-            f"on {connection.display_name} {database}. Each looks at the stock, thinks "
-            f"for about {sale.thinking * 1000:.0f} ms,\n"
-            f"and buys. (Without the pause they oversell too, only less surely.)"
+            f"on {connection.display_name} {database}{locks}.\n"
+            f"Each looks at the stock, thinks for about {sale.thinking * 1000:.0f} ms, "
+            f"and buys.\n"
+            f"(Without the pause they oversell too, only less surely.)"
         )
         self.say()
         for row in HEADER:
@@ -240,7 +247,7 @@ class Command(BaseCommand):
         self.tell(None, f"{holder} renews, {waiter} still waits")
         crew.dismiss(holder)
         killed_at = time.monotonic()
-        left = DistributedLock.objects.with_state().get(key=key).remaining
+        left = seconds_left(key)
         self.tell(None, f"{holder} is killed by SIGKILL, {left:.2f} s are left")
         taken = crew.expect(waiter, "held")
         waited = taken.at - killed_at
@@ -392,6 +399,15 @@ def cart_cells(meeting: Meeting) -> list[str]:
         f"{meeting.duration:.1f} s",
         f"{meeting.slowest * 1000:.0f} ms",
     ]
+
+
+def seconds_left(key: str) -> float:
+    """Return in how many seconds a lock is free by itself that somebody has."""
+    try:
+        with distributed_lock(key, timeout=0):
+            return 0.0
+    except LockTimeout as error:
+        return error.retry_after
 
 
 def only_one() -> Lock:
