@@ -37,8 +37,8 @@ W013: Redis forgets locks that are held when it restarts, because it has no appe
     file. Set ``appendonly yes``, and ``appendfsync always`` if no grant may be
     forgotten.
 
-W001, W004 and W010 are left out where ``migrate`` and ``test`` check in passing: the
-first makes the table, and neither is a deployment.
+W001, W004 and W010 to W013 are left out where ``migrate`` and ``test`` check in
+passing: the first makes the table, and neither is a deployment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ from .backends.base import BaseBackend
 from .backends.messages import error, warning
 from .conf import backends
 
-ASKED_FOR = {"dblocks.W001", "dblocks.W004", "dblocks.W010"}
+ASKED_FOR = {
+    f"dblocks.{check}" for check in ("W001", "W004", "W010", "W011", "W012", "W013")
+}
 """What is said only to those who ask for checks."""
 
 

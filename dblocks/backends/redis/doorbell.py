@@ -21,7 +21,7 @@ from .server import Server
 
 logger = logging.getLogger("dblocks")
 
-LONGEST = 20.0
+LONGEST = 25.0
 """Seconds between two looks at a key that nobody gives back."""
 
 LONGEST_OF_CO_OWNER = 1.0
