@@ -26,7 +26,7 @@ from ..values import (
     Waiters,
 )
 from .checks import findings
-from .client import Client
+from .client import PATIENCE, Client
 from .doorbell import Doorbell
 from .server import Server
 
@@ -47,6 +47,8 @@ class RedisBackend(BaseBackend):
     setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
     option_names = None
     errors = (RedisError,)
+    #: Seconds for which a server's faults that may pass are sat out, at least.
+    patience = PATIENCE
 
     def __new__(cls, alias: str, config: dict[str, Any]) -> RedisBackend:
         if cls is RedisBackend and len(_locations(alias, config)) > 1:
@@ -66,7 +68,7 @@ class RedisBackend(BaseBackend):
         options = self._client_options()
         self._servers = [
             Server(
-                Client(alias, location, options),
+                Client(alias, location, options, self.patience),
                 prefix,
                 has_tokens=self.has_fencing_tokens,
             )
@@ -88,7 +90,8 @@ class RedisBackend(BaseBackend):
             if forfeited:
                 self._server.forfeit(answer.grant, forfeited)
         if gate is not None:
-            gate.answered(granted=isinstance(answer, Granted))
+            is_new = isinstance(answer, Granted) and not answer.again
+            gate.answered(granted=is_new)
         return answer
 
     def try_acquire_all(
@@ -197,10 +200,10 @@ def _locations(alias: str, config: dict[str, Any]) -> list[str]:
     ):
         raise ImproperlyConfigured(
             f"DBLOCKS[{alias!r}]: LOCATION must be the URL of a Redis server, such as "
-            f"'redis://localhost:6379/0', or a list of several, not {given!r}."
+            f"'redis://localhost:6379/0', or a list of several."
         )
     if len(set(locations)) < len(locations):
         raise ImproperlyConfigured(
-            f"DBLOCKS[{alias!r}]: LOCATION names a server twice: {locations!r}."
+            f"DBLOCKS[{alias!r}]: LOCATION names a server twice."
         )
     return list(locations)

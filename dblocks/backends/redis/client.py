@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from django.core.exceptions import ImproperlyConfigured
 from redis import ConnectionPool, sentinel
 from redis.backoff import NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -57,39 +58,24 @@ class Client:
             ``sentinels`` the host is the name of the service.
         options: ``sentinels`` (host and port of each), ``sentinel_kwargs``; the others
             are for redis-py's connections.
+        patience: For how many seconds, at least, faults that may pass are sat out.
     """
 
-    def __init__(self, alias: str, location: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        alias: str,
+        location: str,
+        options: Mapping[str, Any],
+        patience: float = PATIENCE,
+    ) -> None:
         self.alias = alias
-        url = urlsplit(location)
+        self._patience = patience
         self._pid = os.getpid()
         self._idle: deque[Any] = deque()
         #: The server's name without user and password.
-        self.name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
-        given = dict(options)
-        sentinels = given.pop("sentinels", None)
-        sentinel_options = given.pop("sentinel_kwargs", {})
-        given = {
-            "socket_timeout": SOCKET_TIMEOUT,
-            "socket_connect_timeout": SOCKET_TIMEOUT,
-            "socket_keepalive": True,
-            # As many as there are threads that ask.
-            "max_connections": 2**31,
-            **given,
-            # What may be sent again, and for how long, is known here alone.
-            "retry": Retry(NoBackoff(), 0),
-            "decode_responses": False,
-        }
+        self.name = _name(alias, location)
         try:
-            if sentinels is None:
-                self._pool = ConnectionPool.from_url(location, **given)
-            else:
-                service, db = url.hostname or "", url.path.strip("/") or 0
-                # redis-py has no types here.
-                watch: Any = sentinel
-                watch = watch.Sentinel(sentinels, sentinel_kwargs=sentinel_options)
-                master = watch.master_for(service, **given, db=int(db))
-                self._pool = master.connection_pool
+            self._pool = _pool(location, dict(options))
             # Unknown options show when the first connection is made.
             self._pool.connection_class(**self._pool.connection_kwargs)
         except (TypeError, ValueError) as error:
@@ -158,32 +144,34 @@ class Client:
         keys: Sequence[str],
         arguments: Sequence[Argument] = (),
         *,
-        patience: float = PATIENCE,
+        patience: float = 0.0,
         retried_at: int | None = None,
     ) -> Any:
         """Run a script, again where a fault may pass.
 
         Args:
             patience: For how many seconds faults may be sat out, if that is longer
-                than :data:`PATIENCE`; at most :data:`LONGEST_PATIENCE`.
+                than the client's own; at most :data:`LONGEST_PATIENCE`.
             retried_at: Which argument tells that this may have been done before.
         """
         given = list(arguments)
-        give_up = clock.monotonic() + min(max(patience, PATIENCE), LONGEST_PATIENCE)
+        patience = min(max(patience, self._patience), LONGEST_PATIENCE)
+        give_up = clock.monotonic() + patience
         pause = 0.0
         while True:
             try:
                 return self._run(script, keys, given)
             except _LASTING:
                 raise
-            except _TRANSIENT:
+            except _TRANSIENT as error:
                 left = give_up - clock.monotonic()
-                if left <= 0:
+                # A connection that was dropped while it was idle tells nothing.
+                is_news = pause > 0 or not isinstance(error, ConnectionError)
+                if left <= 0 and is_news:
                     raise
             if retried_at is not None:
                 given[retried_at] = 1
-            # A connection that was dropped while it was idle needs no pause.
-            time.sleep(min(left, random.uniform(0.5, 1.5) * pause))
+            time.sleep(max(0.0, min(left, random.uniform(0.5, 1.5) * pause)))
             pause = min(0.25, 2 * pause or 0.01)
 
     def _run(
@@ -200,6 +188,51 @@ class Client:
         idle, self._idle = self._idle, deque()
         for connection in idle:
             connection.disconnect()
+
+
+def _name(alias: str, location: str) -> str:
+    try:
+        url = urlsplit(location)
+        is_clear = "@" not in url.path + url.query + url.fragment and url.port != 0
+    except ValueError:
+        is_clear = False
+    if not is_clear:
+        # Not shown, because it may be a part of the password that made it so.
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: LOCATION is not the URL of a Redis server. In its "
+            f"user and password, special characters must be percent-encoded."
+        )
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
+    timeouts = dict.fromkeys(
+        ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
+    )
+    sentinels = options.pop("sentinels", None)
+    sentinel_options = options.pop("sentinel_kwargs", {})
+    # redis-py has no types here.
+    parse: Any = parse_url
+    chosen = {**options, **parse(location)}
+    fixed = {
+        # What may be sent again, and for how long, is known here alone.
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": False,
+        # As many as there are threads that ask.
+        "max_connections": 2**31,
+    }
+    if refused := sorted(fixed.keys() & chosen.keys()):
+        raise ValueError(f"{', '.join(refused)} can't be set")
+    settings = {**timeouts, "socket_keepalive": True, **chosen, **fixed}
+    if sentinels is None:
+        return ConnectionPool(**settings)
+    if settings.pop("connection_class", None) is not None:
+        settings["ssl"] = True
+    watch: Any = sentinel
+    watch = watch.Sentinel(sentinels, sentinel_kwargs=timeouts | sentinel_options)
+    master = watch.master_for(settings.pop("host", ""), **settings)
+    pool: ConnectionPool = master.connection_pool
+    return pool
 
 
 def _packed(command: Sequence[Argument]) -> bytes:

@@ -1,7 +1,8 @@
 """The queue for a key in the server, where each waiter blocks on a bell of its own.
 
 A release tells the first that the key is free and keeps it for that one for a quarter
-of a second. It tells the second to look after that time, in case the first has died.
+of a second. It tells the next when to look, one after the other, in case those before
+them have died.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from redis.exceptions import RedisError
 
 from ... import clock
 from ..gates import Gate
-from ..values import PINNED_GRACE, Request
-from .server import Server
+from ..values import Request
+from .server import MICRO, Server
 
 logger = logging.getLogger("dblocks")
 
@@ -57,17 +58,19 @@ class Doorbell(Gate):
         if self._left:
             return
         self._queues = True
-        is_free, place, remaining = self._server.queue(
-            self._request, self._ticket, seconds + SLACK
-        )
-        self.held = is_free
-        if not is_free:
-            # Those who are before this one may be dead, and the holder too.
-            remaining = max(remaining, 0.0) + place * PINNED_GRACE
-            self.held = self._listen(min(seconds, remaining))
-        self._leave_if_left()
+        try:
+            self.held = self._queue(seconds)
+        finally:
+            self._leave_if_left()
+
+    def _queue(self, seconds: float) -> bool:
+        if self._left:
+            return False
+        is_free, turn = self._server.queue(self._request, self._ticket, seconds + SLACK)
+        return is_free or self._listen(min(seconds, turn))
 
     def _leave_if_left(self) -> None:
+        # Another thread may have left in the meantime.
         if self._left:
             self._leave()
 
@@ -75,14 +78,17 @@ class Doorbell(Gate):
         until = clock.monotonic() + seconds
         while (left := until - clock.monotonic()) > 0:
             word = self._server.listen(self._request.key, self._ticket, left)
-            if word == "look":
-                until = min(until, clock.monotonic() + PINNED_GRACE)
-            else:
+            if not word.isdigit():
                 return word == "go"
+            until = min(until, clock.monotonic() + int(word) / MICRO)
         return False
 
     def answered(self, *, granted: bool) -> None:
-        """Note the answer to an attempt: what was kept for this one is used up."""
+        """Note the answer to an attempt: what was kept for this one is used up.
+
+        Args:
+            granted: It was let in, and queues no more.
+        """
         self.held = False
         if granted:
             self._queues = False

@@ -57,6 +57,8 @@ class QuorumBackend(RedisBackend):
     """A majority of several independent servers."""
 
     has_fencing_tokens = False
+    # The others are there for that.
+    patience = 0.0
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
@@ -76,12 +78,26 @@ class QuorumBackend(RedisBackend):
         Raises:
             RedisError: Fewer than a majority answered.
         """
-        asked: dict[Future[T], Server] = {Future(): each for each in self._servers}
+        answers, errors = self._answers(question, self._servers)
+        if len(answers) < self._majority:
+            raise self._unanswered(errors)
+        return answers
+
+    def _unanswered(self, errors: Sequence[RedisError]) -> RedisError:
+        return ConnectionError(
+            f"{len(errors)} of {len(self._servers)} servers did not answer, and "
+            f"{self._majority} must: {'; '.join(map(str, errors))}"
+        )
+
+    def _answers(
+        self, question: Callable[[Server], T], servers: Iterable[Server]
+    ) -> tuple[dict[Server, T], list[RedisError]]:
+        asked: dict[Future[T], Server] = {Future(): each for each in servers}
         for future, server in asked.items():
             workers.start(partial(_answer, future, question, server))
         wait(asked)
         answers: dict[Server, T] = {}
-        errors: list[BaseException] = []
+        errors: list[RedisError] = []
         for future, server in asked.items():
             error = future.exception()
             if error is None:
@@ -90,12 +106,7 @@ class QuorumBackend(RedisBackend):
                 errors.append(error)
             else:
                 raise error
-        if len(answers) < self._majority:
-            raise ConnectionError(
-                f"{len(errors)} of {len(asked)} servers did not answer, and "
-                f"{self._majority} must: {'; '.join(map(str, errors))}"
-            )
-        return answers
+        return answers, errors
 
     # The verbs
 
@@ -123,11 +134,10 @@ class QuorumBackend(RedisBackend):
     def _try(self, request: Request, key: str) -> Granted | Reading:
         sent = clock.monotonic()
         alone = replace(request, key=key, permits=1, permit=0)
-        try:
-            answers = self._ask(lambda server: server.acquire(alone))
-        except RedisError:
-            self._undo([Grant(key, request.owner, None)], request)
-            raise
+        answers, errors = self._answers(
+            lambda server: server.acquire(alone), self._servers
+        )
+        granting = [s for s, each in answers.items() if isinstance(each, Granted)]
         grants = [each for each in answers.values() if isinstance(each, Granted)]
         limit = min((each.limit for each in grants), default=0.0)
         left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
@@ -138,7 +148,9 @@ class QuorumBackend(RedisBackend):
             if forfeited:
                 self._ask(lambda server: server.forfeit(grant, forfeited))
             return Granted(grant, limit, again=again)
-        self._undo([Grant(key, request.owner, None)], request)
+        self._undo([Grant(key, request.owner, None)], request, granting)
+        if len(answers) < self._majority:
+            raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
     def try_acquire_all(
@@ -146,31 +158,36 @@ class QuorumBackend(RedisBackend):
     ) -> list[Granted] | None:
         sent = clock.monotonic()
         grants = [Grant(key, request.owner, None) for key in keys]
-        try:
-            answers = self._ask(lambda server: server.acquire_all(request, keys))
-        except RedisError:
-            self._undo(grants, request)
-            raise
+        answers, errors = self._answers(
+            lambda server: server.acquire_all(request, keys), self._servers
+        )
+        granting = [server for server, each in answers.items() if each is not None]
         granted = [each for each in answers.values() if each is not None]
         if len(granted) >= self._majority:
             limit = granted[0][0].limit
             left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
             if left > 0:
                 return [Granted(grant, limit) for grant in grants]
-        self._undo(grants, request)
+        self._undo(grants, request, granting)
+        if len(answers) < self._majority:
+            raise self._unanswered(errors)
         return None
 
-    def _undo(self, grants: Sequence[Grant], request: Request) -> None:
-        """Take back, everywhere, what may have been granted; the rest lapses.
+    def _undo(
+        self, grants: Sequence[Grant], request: Request, granting: Iterable[Server]
+    ) -> None:
+        """Take back what was granted, or may have been; the rest lapses.
 
-        An explicit owner may have the key by another of its threads: only what was
-        counted now is given back.
+        An explicit owner may have the key by another of its threads: only what is
+        known to have been counted now is given back.
         """
-        count = None if request.explicit else 0
-        try:
-            self._ask(lambda server: server.release_all(grants, count=count, undo=True))
-        except RedisError:
-            return
+        if request.explicit:
+            count, servers = None, granting
+        else:
+            count, servers = 0, self._servers
+        self._answers(
+            lambda server: server.release_all(grants, count=count, undo=True), servers
+        )
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         return self._renew([renewal], "up" if count is None else count)

@@ -7,7 +7,11 @@ A lock's keys share a hash tag, so that a cluster has them in one place:
 * ``…:alive``, a hash: until when each of them is thought to wait;
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
   it is kept for them;
-* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told.
+* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
+* ``…:done:ACT``, for half a minute: that holds were counted down by this act.
+
+With each quarter of a second for which a key has been free, one more of those who wait
+may take it, and in the end one who doesn't wait: those before it may be dead.
 
 Moments are microseconds of the server's clock. A version is the moment of its grant,
 or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
@@ -30,7 +34,7 @@ class Script(NamedTuple):
 _COMMON = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local GRACE, FORGET, RETAIN = 250000, 3600000, 86400000
+local GRACE, FORGET, RETAIN, NEXT = 250000, 3600000, 86400000, 3
 
 local function number(value) return tonumber(value) or 0 end
 local function whole(value) return string.format('%.0f', value) end
@@ -58,7 +62,7 @@ local function first(queue, alive)
 end
 
 local function tell(queue, ticket, word)
-  local bell = string.sub(queue, 1, -6) .. 'bell:' .. ticket
+  local bell = string.sub(queue, 1, -6) .. 'bell:' .. string.match(ticket, '^%x+')
   redis.call('RPUSH', bell, word)
   redis.call('PEXPIRE', bell, 30000)
 end
@@ -70,19 +74,37 @@ local function let_in(queue, alive, rung, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
--- The first is told that the key is free; the second looks if the first doesn't come.
+-- The next are told when to look, in turn: those before them may be dead.
+local function alert(queue, from)
+  for place, ticket in ipairs(redis.call('ZRANGE', queue, 0, NEXT - 1)) do
+    tell(queue, ticket, whole(from - now + (place - 1) * GRACE))
+  end
+end
+
+-- The first is told that the key is free, and has it kept for a while.
 local function ring(queue, alive, rung)
   local ticket = first(queue, alive)
   if not ticket then return end
   let_in(queue, alive, rung, ticket)
   tell(queue, ticket, 'go')
-  local second = first(queue, alive)
-  if second then tell(queue, second, 'look') end
+  alert(queue, now + GRACE)
 end
 
 local function reserved(rung)
   redis.call('ZREMRANGEBYSCORE', rung, '-inf', whole(now))
   return redis.call('ZCARD', rung)
+end
+
+-- How many queue before it; one that doesn't queue comes last.
+local function place_of(queue, alive, ticket)
+  first(queue, alive)
+  return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
+end
+
+-- What counts down must not do so again when it is sent again.
+local function is_repeated(queue, act)
+  local name = string.sub(queue, 1, -6) .. 'done:' .. act
+  return not redis.call('SET', name, 1, 'NX', 'PX', 30000)
 end
 """
 
@@ -97,7 +119,7 @@ local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local explicit, begin, ticket = ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9]
 local size = #KEYS - 4
-local chosen, version, soonest, expires_first
+local chosen, version, since, soonest, expires_first
 local free = 0
 
 for i = 0, size - 1 do
@@ -107,7 +129,7 @@ for i = 0, size - 1 do
   local expires = number(f[3])
   if expires <= now then
     free = free + 1
-    if free == 1 then chosen, version = permit, number(f[2]) end
+    if free == 1 then chosen, version, since = permit, number(f[2]), expires end
   elseif f[1] == owner then
     local max_until = number(f[4])
     if explicit then
@@ -128,8 +150,8 @@ end
 
 local queued = redis.call('EXISTS', queue, rung) > 0
 if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
-  local head = first(queue, alive)
-  if reserved(rung) >= free or (head and head ~= ticket) then
+  local turn = since + place_of(queue, alive, ticket) * GRACE
+  if reserved(rung) >= free or turn > now then
     return {0, chosen, describe(KEYS[5 + chosen])}
   end
 end
@@ -190,18 +212,19 @@ Keys: queue, rung and row of each. Arguments: as for one key, up to ``explicit``
 
 RELEASE = _script("""
 local left, undo, retried = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3] == '1'
+local act = ARGV[4]
 local answers = {}
 
 for i = 1, #KEYS / 4 do
   local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
-  local owner, version = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local owner, version = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
   local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until')
   local same = version == '' or f[2] == version
   local current = same and f[1] == owner
   -- Of a version, only the lost reply of this very release leaves no owner.
   answers[i] = (current or (same and f[1] == '' and retried)) and 1 or 0
   if current then
-    local count = left or number(f[3]) - 1
+    local count = left or number(f[3]) - (is_repeated(queue, act) and 0 or 1)
     if count > 0 then
       redis.call('HSET', row, 'count', count)
     else
@@ -212,8 +235,7 @@ for i = 1, #KEYS / 4 do
         if free_at <= now then
           ring(queue, alive, rung)
         else
-          local ticket = first(queue, alive)
-          if ticket then tell(queue, ticket, 'look') end
+          alert(queue, free_at)
         end
       end
     end
@@ -224,8 +246,8 @@ return answers
 """Give back holds.
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
-to count down; whether they don't cool; whether this was sent before; owner and version
-(nothing: any) of each.
+to count down; whether they don't cool; whether this was sent before; an id of this
+act; owner and version (nothing: any) of each.
 """
 
 RENEW = _script("""
@@ -257,12 +279,17 @@ owner, version (nothing: any) and lease of each.
 """
 
 FORFEIT = _script("""
-local f = redis.call('HMGET', KEYS[1], 'owner', 'version', 'count')
-if f[1] == ARGV[1] and (ARGV[2] == '' or f[2] == ARGV[2]) then
-  redis.call('HSET', KEYS[1], 'count', math.max(1, number(f[3]) - ARGV[3]))
+local queue, row = KEYS[1], KEYS[2]
+local f = redis.call('HMGET', row, 'owner', 'version', 'count')
+local current = f[1] == ARGV[1] and (ARGV[2] == '' or f[2] == ARGV[2])
+if current and not is_repeated(queue, ARGV[4]) then
+  redis.call('HSET', row, 'count', math.max(1, number(f[3]) - ARGV[3]))
 end
 """)
-"""Count holds of a grant no more. Key: row. Arguments: owner, version, how many."""
+"""Count holds of a grant no more.
+
+Keys: queue, row. Arguments: owner, version, how many, an id of this act.
+"""
 
 READ = _script("""
 local answers = {}
@@ -274,27 +301,36 @@ return answers
 QUEUE = _script("""
 local queue, alive, rung = KEYS[1], KEYS[2], KEYS[3]
 local ticket, seconds = ARGV[1], ARGV[2]
-if redis.call('ZSCORE', rung, ticket) then return {1, 0, 0} end
+local free, since = 0, nil
+for i = 4, #KEYS do
+  local expires = number(redis.call('HGET', KEYS[i], 'expires'))
+  if expires <= now then free = free + 1 end
+  since = math.min(since or expires, expires)
+end
+if redis.call('ZSCORE', rung, ticket) then
+  if free > 0 then return {1, 0} end
+  redis.call('ZREM', rung, ticket)
+end
 
 redis.call('ZADD', queue, 'NX', whole(now), ticket)
 redis.call('HSET', alive, ticket, whole(now + seconds))
 redis.call('PEXPIRE', queue, FORGET)
 redis.call('PEXPIRE', alive, FORGET)
 
-local free, soonest = 0, nil
-for i = 4, #KEYS do
-  local expires = number(redis.call('HGET', KEYS[i], 'expires'))
-  if expires <= now then free = free + 1 end
-  soonest = math.min(soonest or expires, expires)
-end
-if free > reserved(rung) and first(queue, alive) == ticket then
+local kept, place = reserved(rung), place_of(queue, alive, ticket)
+local turn = since + place * GRACE
+if free > kept and turn <= now then
   let_in(queue, alive, rung, ticket)
-  return {1, 0, 0}
+  return {1, 0}
 end
-return {0, redis.call('ZRANK', queue, ticket), soonest - now}
+if free > 0 and kept >= free then
+  local lapses = redis.call('ZRANGE', rung, 0, 0, 'WITHSCORES')[2]
+  turn = math.max(turn, lapses + place * GRACE)
+end
+return {0, turn - now}
 """)
-"""Queue for a key, or go on queueing: whether it is free for this one, how many are
-before it, and when a row is free by itself.
+"""Queue for a key, or go on queueing: whether it is free for this one, and else in what
+time it will be, if nobody tells.
 
 Keys: queue, alive, rung, rows. Arguments: ticket; for how long it is thought to wait.
 """

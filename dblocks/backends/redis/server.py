@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ..values import (
     Waiters,
 )
 from . import scripts
-from .client import PATIENCE, Client
+from .client import Client
 
 MICRO = 1_000_000
 
@@ -68,12 +69,12 @@ class Server:
         return [f"{base}queue", f"{base}alive", f"{base}rung"]
 
     def _bell(self, key: str, ticket: str) -> str:
-        return f"{self._base(key)}bell:{ticket}"
+        return f"{self._base(key)}bell:{ticket.partition(' ')[0]}"
 
     # The verbs
 
     def acquire(
-        self, request: Request, ticket: str = "", patience: float = PATIENCE
+        self, request: Request, ticket: str = "", patience: float = 0.0
     ) -> Granted | Reading:
         """Grant a key, or say who has it."""
         keys = row_keys(request.key, request.permits)
@@ -103,12 +104,12 @@ class Server:
         """Count holds of an explicit owner's grant no more."""
         self.client.run(
             scripts.FORFEIT,
-            [self.row(grant.key)],
-            [grant.owner, _version(grant), holds],
+            [self._queue(apart(grant.key)[0])[0], self.row(grant.key)],
+            [grant.owner, _version(grant), holds, _act()],
         )
 
     def acquire_all(
-        self, request: Request, keys: Sequence[str], patience: float = PATIENCE
+        self, request: Request, keys: Sequence[str], patience: float = 0.0
     ) -> list[Granted] | None:
         """Grant several free keys that nobody waits for, or none."""
         names: list[str] = []
@@ -137,7 +138,7 @@ class Server:
         answers = self.client.run(
             scripts.RELEASE,
             names,
-            ["" if count is None else count, int(undo), 0, *owners],
+            ["" if count is None else count, int(undo), 0, _act(), *owners],
             retried_at=2,
         )
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
@@ -160,7 +161,7 @@ class Server:
         return renewed
 
     def read_all(
-        self, keys: Sequence[str], patience: float = PATIENCE
+        self, keys: Sequence[str], patience: float = 0.0
     ) -> dict[str, Reading]:
         """Look at rows; those that were never taken, or long ago, are left out."""
         found = {}
@@ -171,7 +172,7 @@ class Server:
                     found[key] = self._reading(answer)
         return found
 
-    def _read(self, keys: Sequence[str], patience: float = PATIENCE) -> Any:
+    def _read(self, keys: Sequence[str], patience: float = 0.0) -> Any:
         rows = list(map(self.row, keys))
         return self.client.run(scripts.READ, rows, patience=patience)
 
@@ -179,20 +180,20 @@ class Server:
 
     def queue(
         self, request: Request, ticket: str, seconds: float
-    ) -> tuple[bool, int, float]:
+    ) -> tuple[bool, float]:
         """Queue for a key for so long.
 
         Returns:
-            Whether it is free for this one, how many are before it, and in how many
-            seconds the key is free by itself.
+            Whether it is free for this one, and else in how many seconds it will be if
+            nobody tells.
         """
         keys = row_keys(request.key, request.permits)
-        is_free, place, soonest = self.client.run(
+        is_free, turn = self.client.run(
             scripts.QUEUE,
             [*self._queue(request.key), *map(self.row, keys)],
             [ticket, _micro(seconds)],
         )
-        return bool(is_free), place, soonest / MICRO
+        return bool(is_free), turn / MICRO
 
     def listen(self, key: str, ticket: str, seconds: float) -> str:
         """Wait for what the queue tells this one; nothing if it tells nothing."""
@@ -293,6 +294,10 @@ class Server:
         if not answer:
             return None
         return answer[0].decode(), answer[1].decode(), answer[2]
+
+
+def _act() -> str:
+    return os.urandom(8).hex()
 
 
 def _micro(seconds: float) -> int:
