@@ -94,6 +94,9 @@ ONCE = {
     "locale": "sqlite",  # the catalogues
     "locmem": "sqlite",  # another engine
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
+    "redis": "redis",  # another engine, on servers of its own
+    "redlock": "redis",  # the same
+    "sentinel": "redis",  # the same
     "settings": "sqlite",  # how a setting is read
     "signals": "sqlite",  # what is sent to whom
     "zookeeper": "zookeeper",  # an engine's own ways
@@ -121,6 +124,9 @@ LONG = {
 SECONDS = {
     "run_locked": 80,
     "reentrant_code": 65,
+    "redis": 100,
+    "redlock": 20,
+    "sentinel": 25,
     "admin_browser": 50,
     "demo": 35,
     "lease": 35,

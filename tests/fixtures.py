@@ -88,12 +88,14 @@ def pytest_collection_modifyitems(
     """Leave out what isn't about the engines that the contract suite runs on."""
     if "default" in settings.CONTRACT_BACKENDS:
         return
-    chosen = [
-        item
-        for item in items
-        if getattr(item, "callspec", None) is not None
-        and item.callspec.params.get("backend") in settings.CONTRACT_BACKENDS
-    ]
+
+    def is_chosen(item: pytest.Item) -> bool:
+        call = getattr(item, "callspec", None)
+        of = item.get_closest_marker("engine")
+        engine = of.args[0] if of else call and call.params.get("backend")
+        return engine in settings.CONTRACT_BACKENDS
+
+    chosen = [item for item in items if is_chosen(item)]
     config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
     items[:] = chosen
 

@@ -95,8 +95,10 @@ class Client:
         try:
             return self._send(command, answers_within)
         except (ConnectionError, TimeoutError) as error:
+            # Sentinel's goes on with how it was asked, which is long and not for all.
+            text = str(error).partition(" : ")[0]
             raise type(error)(
-                f"{error} (DBLOCKS[{self.alias!r}]: {self.name} should be a Redis "
+                f"{text} (DBLOCKS[{self.alias!r}]: {self.name} should be a Redis "
                 f"server that can be reached from here)"
             ) from error
 
@@ -113,8 +115,8 @@ class Client:
         except BaseException as error:
             # An answer that comes later must not be taken for another command's.
             connection.disconnect()
-            if isinstance(error, ConnectionError):
-                # The others were idle for as long.
+            if isinstance(error, ConnectionError | TimeoutError) and not answers_within:
+                # The others are idle, or lead to a master of old.
                 self._idle.clear()
             raise
         self._give_back(connection)
@@ -229,7 +231,8 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     if settings.pop("connection_class", None) is not None:
         settings["ssl"] = True
     watch: Any = sentinel
-    watch = watch.Sentinel(sentinels, sentinel_kwargs=timeouts | sentinel_options)
+    of_sentinels = {**timeouts, "retry": fixed["retry"], **sentinel_options}
+    watch = watch.Sentinel(sentinels, sentinel_kwargs=of_sentinels)
     master = watch.master_for(settings.pop("host", ""), **settings)
     pool: ConnectionPool = master.connection_pool
     return pool

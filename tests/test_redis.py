@@ -1,0 +1,819 @@
+"""Locks in Redis, beyond what the contract suite asks of every engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from io import StringIO
+from typing import Any
+
+import pytest
+import redis
+from django.core.checks import run_checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
+from redis.exceptions import AuthenticationError, RedisError
+
+from dblocks import LeaseLost, LockTimeout, distributed_lock
+from dblocks.backends.redis import scripts
+from dblocks.backends.redis.backend import RedisBackend
+from dblocks.backends.values import Request
+from dblocks.conf import backends
+from tests.faults.crew import Crew
+from tests.faults.history import verify
+from tests.faults.proxy import Proxy
+from tests.fixtures import OtherThread
+from tests.processes import ROOT, Worker, Workers
+from tests.services import Redis
+from tests.test_ownership import in_forked_child
+from tests.timing import DEADLINE, SLACK, eventually, scaled, takes
+
+pytestmark = pytest.mark.engine("redis")
+
+BACKEND = "dblocks.backends.redis.RedisBackend"
+GRACE = 0.25
+
+Threads = Callable[[], OtherThread]
+
+
+def use(settings: Any, location: Any, *more: str, **config: Any) -> RedisBackend:
+    """Keep the locks of all aliases there; each alias waits like another process."""
+    entry = {"BACKEND": BACKEND, "LOCATION": location, **config}
+    settings.DBLOCKS = dict.fromkeys(["default", *more], entry)
+    return engine()
+
+
+def engine() -> RedisBackend:
+    backend = backends["default"]
+    assert isinstance(backend, RedisBackend)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Redis]:
+    """Keep a server between tests that leave it as it was."""
+    with Redis() as server:
+        yield server
+
+
+@pytest.fixture
+def here(shared: Redis, settings: Any) -> Any:
+    """Keep the locks of three aliases in a server, and look into it."""
+    inside: Any = redis.Redis.from_url(shared.url())
+    inside.flushall()
+    use(settings, shared.url(), "second", "third")
+    return inside
+
+
+def token_of(key: str) -> int:
+    """Take a key and give it back."""
+    with distributed_lock(key, timeout=0) as lease:
+        assert lease.fencing_token is not None
+        return lease.fencing_token
+
+
+def commands(inside: Any) -> int:
+    """Count what clients have asked; what scripts do isn't counted."""
+    stats = inside.info("commandstats")
+    asked = ("evalsha", "eval", "blpop", "hello", "ping", "client|setinfo")
+    return sum(
+        int(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"]) for name in asked
+    )
+
+
+# Servers that fail
+
+
+@pytest.mark.parametrize("how", ["always", "everysec"])
+def test_restart_with_append_only_file(settings: Any, key: str, how: str) -> None:
+    """What is held stays held over a crash of the server, and tokens rise."""
+    with Redis(arguments=["--appendfsync", how]) as server:
+        use(settings, server.url())
+        before = token_of(f"{key}:free")
+        lease = distributed_lock(key, lease=30).acquire(timeout=0)
+        server.kill()
+        server.start()
+        assert distributed_lock(key, owner="other").try_acquire() is None
+        lease.renew()
+        assert lease.held
+        assert lease.release()
+        assert token_of(key) > (lease.fencing_token or 0)
+        assert token_of(f"{key}:free") > before
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_restart_without_file(settings: Any, key: str, taken: bool) -> None:
+    """What was held is lost, the holder is told at its renewal, and tokens rise."""
+    with Redis(arguments=["--appendonly", "no"]) as server:
+        use(settings, server.url())
+        before = token_of(f"{key}:free")
+        lease = distributed_lock(key, lease=30).acquire(timeout=0)
+        server.kill()
+        server.start()
+        assert token_of(f"{key}:free") > before
+        with ExitStack() as theirs:
+            if taken:
+                later = distributed_lock(key, owner="other", timeout=0)
+                outranks = theirs.enter_context(later).fencing_token
+                assert (outranks or 0) > (lease.fencing_token or 0)
+            with pytest.raises(LeaseLost) as caught:
+                lease.renew()
+        assert caught.value.reason == ("taken" if taken else "expired")
+        assert lease.release() is False
+        assert token_of(key) > (lease.fencing_token or 0)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "swallowed"])
+def test_out_of_reach(settings: Any, key: str, fault: str) -> None:
+    """The lease is lost on time, and no verb takes the fault for a lock that is taken.
+
+    As soon as the server is back, locks work again.
+    """
+    length = scaled(2)
+    with Redis() as server, Proxy(server.port) as proxy:
+        times = {"socket_timeout": 0.3, "socket_connect_timeout": 0.3}
+        use(settings, f"redis://127.0.0.1:{proxy.port}/0", OPTIONS=times)
+        lost: list[float] = []
+        lease = distributed_lock(key, lease=length).acquire(timeout=0)
+        lease.on_lost(lambda lease: lost.append(time.monotonic()))
+        waiter = OtherThread()
+        patient = distributed_lock(key, timeout=scaled(6), lease=length)
+        answer = waiter.start(patient.acquire)
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        began = time.monotonic()
+        {
+            "killed": server.kill,
+            "stopped": lambda: os.kill(server.pid, signal.SIGSTOP),
+            "swallowed": lambda: setattr(proxy, "swallow", True),
+        }[fault]()
+        try:
+            for ask in (
+                distributed_lock(key, lease=length, owner="other").try_acquire,
+                distributed_lock(f"{key}:other", timeout=0.5).acquire,
+                distributed_lock(key).locked,
+            ):
+                with takes(at_most=2.5 + SLACK), pytest.raises(RedisError) as caught:
+                    ask()
+                assert f"127.0.0.1:{proxy.port}" in str(caught.value)
+            with pytest.raises(RedisError):
+                answer.result(timeout=DEADLINE)
+            eventually(lambda: lost, what="the loss")
+            assert lost[0] - began < length
+            assert not lease.held
+            assert lease.lost_reason == "backend"
+        finally:
+            if fault == "killed":
+                server.start()
+            elif fault == "stopped":
+                os.kill(server.pid, signal.SIGCONT)
+            proxy.swallow = False
+            waiter.close()
+        # What was asked of a server that only stood is done when it goes on.
+        after = distributed_lock(key, lease=length).acquire(timeout=scaled(8))
+        assert (after.fencing_token or 0) > (lease.fencing_token or 0)
+        after.release()
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_lost_reply_to_a_co_owners_release(
+    settings: Any, key: str, threads: Threads, count: int
+) -> None:
+    """A release that is sent again because its reply was lost counts once."""
+    with Redis() as server, Proxy(server.port) as proxy:
+        use(settings, f"redis://127.0.0.1:{proxy.port}/0")
+        lock = distributed_lock(key, owner="shared", timeout=0)
+        leases = [threads().do(lock.acquire) for _ in range(count)]
+        token_of(f"{key}:other")  # the server knows the scripts by now
+        for left in range(count - 1, 0, -1):
+            proxy.after = scripts.RELEASE.digest.encode()
+            proxy.lose_replies = 1
+            assert leases.pop().release() is True
+            assert proxy.lose_replies == 0
+            (entry,) = engine().entries(key)
+            assert (entry.hold_count, entry.state) == (left, "held")
+        assert leases.pop().release() is True
+        assert not lock.locked()
+
+
+@pytest.mark.parametrize(
+    "script", [scripts.ACQUIRE, scripts.RENEW, scripts.RELEASE, scripts.ACQUIRE_ALL]
+)
+def test_lost_replies(settings: Any, key: str, script: scripts.Script) -> None:
+    """What was done already is found done."""
+    with Redis() as server, Proxy(server.port) as proxy:
+        use(settings, f"redis://127.0.0.1:{proxy.port}/0")
+        for lock in (distributed_lock(key), distributed_lock(key, f"{key}:other")):
+            with lock as lease:
+                lease.renew()
+            proxy.after = script.digest.encode()
+            proxy.lose_replies = 1
+            with lock as lease:
+                lease.renew()
+                assert lease.release() is True
+            proxy.lose_replies = 0
+            assert not lock.locked()
+        assert proxy.lost >= 1
+
+
+def test_clock_set_back(here: Any, key: str) -> None:
+    """Tokens rise, what is held stays held, and what is free can be had."""
+    before = token_of(key)
+    lease = distributed_lock(f"{key}:held", lease=30).acquire(timeout=0)
+    hour = 3_600_000_000
+    # As a clock that was an hour ahead left them.
+    for name, moments in {
+        key: ["version"],
+        f"{key}:held": ["acquired", "expires", "max_until"],
+    }.items():
+        for moment in moments:
+            here.hincrby(engine()._server.row(name), moment, hour)
+    assert distributed_lock(f"{key}:held", owner="other").try_acquire() is None
+    lease.renew()
+    assert lease.release() is True
+    assert token_of(key) == before + hour + 1
+    assert token_of(f"{key}:held") > (lease.fencing_token or 0)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, "LOCATION"),
+        ({"LOCATION": None}, "LOCATION"),
+        ({"LOCATION": []}, "LOCATION"),
+        ({"LOCATION": ["redis://:s3cret@a", 1]}, "LOCATION"),
+        ({"LOCATION": ["redis://:s3cret@a", "redis://:s3cret@a"]}, "twice"),
+        ({"LOCATION": "localhost:6379"}, "scheme"),
+        ({"LOCATION": "http://:s3cret@localhost"}, "scheme"),
+        ({"LOCATION": "redis://:s3cret@localhost:port"}, "percent-encoded"),
+        ({"LOCATION": "redis://:s3/cret@localhost"}, "percent-encoded"),
+        ({"LOCATION": "redis://:s3?cret@localhost"}, "percent-encoded"),
+        ({"LOCATION": "redis://:s3#cret@localhost"}, "percent-encoded"),
+        ({"LOCATION": "redis://:s3[cret@localhost"}, "percent-encoded"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"colour": 1}}, "colour"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"retry": 1}}, "retry can't be set"),
+        ({"LOCATION": "redis://a?decode_responses=1"}, "decode_responses can't"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"sentinels": ["a:1"]}}, "OPTIONS"),
+        ({"LOCATION": "redis://a", "KEY_PREFIX": "{a}"}, "KEY_PREFIX"),
+        ({"LOCATION": "redis://a", "KEY_PREFIX": 1}, "KEY_PREFIX"),
+        ({"LOCATION": "redis://a", "HOST": "b"}, "HOST"),
+    ],
+)
+def test_bad_settings(settings: Any, config: dict[str, Any], named: str) -> None:
+    """They are refused before any I/O, by a message without user or password."""
+    settings.DBLOCKS = {"default": {"BACKEND": BACKEND, **config}}
+    with pytest.raises(ImproperlyConfigured) as caught:
+        distributed_lock("k").locked()
+    text = str(caught.value)
+    assert "default" in text
+    assert named in text
+    assert "s3" not in text
+    assert "cret" not in text
+
+
+def test_sentinel_takes_what_the_url_says(settings: Any) -> None:
+    """With Sentinel, user, password, database and TLS are LOCATION's all the same."""
+    options = {"sentinels": [("127.0.0.1", 1)]}
+    use(settings, "rediss://me:s3cret@service/7", OPTIONS=options)
+    pool: Any = engine()._server.client._pool
+    assert pool.service_name == "service"
+    assert pool.connection_kwargs["username"] == "me"
+    assert pool.connection_kwargs["password"] == "s3cret"
+    assert pool.connection_kwargs["db"] == 7
+    assert "SSL" in pool.connection_class.__name__
+
+
+def test_wrong_password(settings: Any, key: str) -> None:
+    """That is said at once, without the password, and is never "taken"."""
+    with Redis() as server:
+        inside: Any = redis.Redis.from_url(server.url())
+        inside.acl_setuser(
+            "me", enabled=True, passwords=["+right"], keys=["*"], categories=["+@all"]
+        )
+        inside.config_set("requirepass", "right")
+        place = f"127.0.0.1:{server.port}"
+        for location in (
+            f"redis://{place}/0",
+            f"redis://:s3cret@{place}/0",
+            f"redis://me:s3cret@{place}/0",
+        ):
+            use(settings, location)
+            with takes(at_most=0.8), pytest.raises(RedisError) as caught:
+                distributed_lock(key, timeout=5).acquire()
+            assert isinstance(caught.value, AuthenticationError)
+            assert place in str(caught.value)
+            assert "s3cret" not in str(caught.value)
+            (message,) = found()
+            assert message.id == "dblocks.W011"
+            assert "s3cret" not in f"{message.msg} {message.hint}"
+        use(settings, f"redis://me:right@{place}/0")
+        assert token_of(key)
+
+
+def test_without_redis_py() -> None:
+    """The error says what to install."""
+    program = (
+        "import sys; sys.modules['redis'] = None\n"
+        f"from django.utils.module_loading import import_string\n"
+        f"import_string({BACKEND!r})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert 'pip install "django-dblocks[redis]"' in result.stderr
+
+
+def found() -> list[Any]:
+    """Return what the system checks say of Redis."""
+    return [
+        message
+        for message in run_checks(databases=["default"])
+        if str(message.id) in {"dblocks.W011", "dblocks.W012", "dblocks.W013"}
+    ]
+
+
+def test_checks(settings: Any, committed: None) -> None:
+    """W011 to W013 say what puts locks at risk, and nothing of a good server."""
+    with Redis() as server:
+        use(settings, server.url())
+        assert not found()
+        inside: Any = redis.Redis.from_url(server.url())
+        inside.config_set("maxmemory-policy", "allkeys-lru")
+        (message,) = found()
+        assert message.id == "dblocks.W012"
+        assert "allkeys-lru" in message.msg
+        inside.config_set("appendonly", "no")
+        assert [each.id for each in found()] == ["dblocks.W012", "dblocks.W013"]
+        server.stop()
+        (message,) = found()
+        assert message.id == "dblocks.W011"
+        assert f"127.0.0.1:{server.port}" in message.msg
+
+
+# Names
+
+ODD = [
+    "a",
+    "A",
+    "a ",
+    "a}:row",
+    "a}:row:1",
+    "a}:queue",
+    "{a}",
+    "}",
+    "{",
+    "{}",
+    "*",
+    "?",
+    "[a]",
+    "[^a]",
+    "\\",
+    "\\*",
+    "a\nb",
+    "a\r\n$1\r\nb",
+    "\x01\x1e\x7f",
+    "\u00e9",
+    "e\u0301",
+    "\U0001f4a5",
+    "\U0001f4a5" * 253,
+    "x" * 253,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is taken literally:RuntimeWarning")
+def test_odd_keys(here: Any) -> None:
+    """Keys never share their state, whatever is in them, and are told as they are."""
+    leases = []
+    for number, key in enumerate(ODD):
+        plain = distributed_lock(key, owner=f"{number}", lease=100)
+        permit = distributed_lock(key, owner=f"p{number}", lease=100, permits=2)
+        leases += [plain.acquire(timeout=0), permit.acquire(timeout=0)]
+        engine()._server.queue(Request(key, "", 9.0), f"ab{number} }}:row:1", 9.0)
+    for number, key in enumerate(ODD):
+        entries = {e.permit: e.owner for e in engine().entries(key)}
+        assert entries.pop(None) == f"{number}"
+        assert list(entries.values()) == [f"p{number}"]
+        assert engine().waiters(key).names == ("}:row:1",)
+    told = StringIO()
+    call_command("locks", "list", "--json", "--backend", "default", stdout=told)
+    rows = json.loads(told.getvalue())
+    assert sorted(row["key"] for row in rows) == sorted(2 * ODD)
+    for key in ODD[1::2]:
+        assert engine().force_release(key)
+    for number, key in enumerate(ODD):
+        (entry,) = (e for e in engine().entries(key) if e.permit is None)
+        assert entry.owner == ("" if number % 2 else f"{number}")
+        assert distributed_lock(key).locked() is not bool(number % 2)
+    for number, lease in enumerate(leases):
+        # Of every second key the lock without permits was forced.
+        assert lease.release() is (number % 4 != 2)
+
+
+def test_prefixes_are_apart(here: Any, shared: Redis, settings: Any) -> None:
+    """Locks with another prefix are others, and patterns in a prefix match nothing."""
+    settings.DBLOCKS = {
+        prefix or "default": {
+            "BACKEND": BACKEND,
+            "LOCATION": shared.url(),
+            "KEY_PREFIX": prefix,
+        }
+        for prefix in ("", "x:", "?:", "[x]:")
+    }
+    for alias in settings.DBLOCKS:
+        with distributed_lock("k", backend=alias, timeout=0):
+            pass
+    for alias in settings.DBLOCKS:
+        assert len(list(backends[alias].entries())) == 1
+    assert len(here.keys("*row")) == 4
+
+
+# Waiters
+
+
+def asks(worker: Worker, key: str, number: int) -> Worker:
+    """Wait until a worker queues as the so-maniest."""
+    alias = backends["redis"]
+    eventually(lambda: alias.waiters(key).number == number, what="the queue")
+    return worker
+
+
+@pytest.fixture
+def line(workers: Workers, key: str) -> Callable[[int], list[Worker]]:
+    """Make processes that wait for the key, one after the other."""
+
+    def make(number: int) -> list[Worker]:
+        return [
+            asks(
+                workers.start("hold", key=key, timeout=40, backend="redis"),
+                key,
+                place + 1,
+            )
+            for place in range(number)
+        ]
+
+    return make
+
+
+def test_first_come_first_served(
+    key: str, workers: Workers, line: Callable[[int], list[Worker]]
+) -> None:
+    """Processes get the key in the order in which they came, each at once."""
+    lease = distributed_lock(key, backend="redis", lease=60).acquire(timeout=0)
+    waiters = line(4)
+    names = backends["redis"].waiters(key).names
+    assert [f"pid {w.pid}" in name for w, name in zip(waiters, names, strict=True)] == [
+        True
+    ] * 4
+    tokens = [lease.fencing_token or 0]
+    freed = time.monotonic()
+    lease.release()
+    for waiter in waiters:
+        held = waiter.expect("held")
+        assert held["at"] - freed < 0.2 + SLACK
+        tokens.append(held["token"])
+        waiter.tell("release")
+        freed = waiter.expect("released")["at"]
+    assert tokens == sorted(set(tokens))
+    assert backends["redis"].waiters(key).number == 0
+
+
+def test_waiting_costs_next_to_nothing(here: Any, key: str) -> None:
+    """Who waits for a key that is held asks the server some ten times a minute."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    waiter = OtherThread()
+    answer = waiter.start(distributed_lock(key, backend="second", timeout=50).acquire)
+    eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+    before = commands(here)
+    time.sleep(12)
+    # Renewals of this one's own are not due yet, or just once.
+    assert commands(here) - before <= 3
+    freed = time.monotonic()
+    lease.release()
+    theirs = answer.result(timeout=DEADLINE)
+    assert time.monotonic() - freed < 0.1 + SLACK
+    theirs.release()
+    waiter.close()
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("end", ["released", "expired"])
+def test_waiters_that_die(
+    key: str, line: Callable[[int], list[Worker]], dead: int, how: str, end: str
+) -> None:
+    """Each of them costs a quarter of a second, and nobody is forgotten."""
+    length = scaled(3)
+    options = {"lease": 60} if end == "released" else {"lease": length, "renew": False}
+    lease = distributed_lock(key, backend="redis", **options).acquire(timeout=0)
+    waiters = line(dead + 2)
+    for waiter in waiters[:dead]:
+        {"killed": waiter.kill, "stopped": waiter.stop}[how]()
+    if end == "released":
+        free = time.monotonic()
+        lease.release()
+    else:
+        free = lease._hold.started + length
+    held = waiters[dead].expect("held")
+    assert held["at"] - free < dead * GRACE + 0.3 + SLACK
+    waiters[dead].tell("release")
+    freed = waiters[dead].expect("released")["at"]
+    held = waiters[-1].expect("held")
+    assert held["at"] - freed < dead * GRACE + 0.3 + SLACK
+    waiters[-1].tell("release")
+    waiters[-1].until_done()
+    if how == "stopped":
+        for waiter in waiters[:dead]:
+            waiter.tell("release")
+            waiter.resume()
+        for waiter in waiters[:dead]:
+            assert waiter.until_done()[-1]["result"] is True
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_try_where_all_waiters_are_dead(here: Any, key: str, permits: int) -> None:
+    """A key that is free isn't refused for longer than a moment for each of them."""
+    lock = distributed_lock(key, permits=permits, timeout=0, lease=60)
+    theirs = [
+        distributed_lock(key, permits=permits, owner=f"{n}", lease=60).acquire(0)
+        for n in range(permits)
+    ]
+    request = Request(key, "x", 60.0, permits=permits)
+    for name in ("aa dead", "bb dead", "cc dead"):
+        assert engine()._server.queue(request, name, 20.0)[0] is False
+    for lease in theirs:
+        lease.release()
+    began = time.monotonic()
+    mine = eventually(lock.try_acquire, within=3 * GRACE + SLACK, what="the grant")
+    assert time.monotonic() - began > GRACE / 2
+    mine.release()
+
+
+def test_reserved_key_is_not_polled(here: Any, key: str) -> None:
+    """Who comes while the key is kept for one that has died waits without asking."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    request = Request(key, "x", 60.0)
+    engine()._server.queue(request, "aa dead", 20.0)
+    lease.release()
+    before = commands(here)
+    with takes(GRACE / 2, 3 * GRACE + SLACK), distributed_lock(key, timeout=5):
+        pass
+    assert commands(here) - before < 25
+
+
+def test_let_in_by_mistake(here: Any, key: str) -> None:
+    """Two are told that the key is free: the one that is too late queues again."""
+    server = engine()._server
+    request = Request(key, "x", 0.1)
+    lease = distributed_lock(key, lease=0.1, renew=False).acquire(timeout=0)
+    for ticket in ("aa", "bb"):
+        server.queue(request, ticket, 20.0)
+    time.sleep(0.15)
+    assert server.queue(request, "aa", 20.0)[0] is True
+    # Of the holder that is overdue.
+    assert engine().force_release(key)
+    assert server.queue(request, "bb", 20.0)[0] is True
+    with_bb = server.acquire(Request(key, "b", 60.0), "bb")
+    assert with_bb.grant.owner == "b"  # type: ignore[union-attr]
+    is_free, turn = server.queue(request, "aa", 20.0)
+    assert not is_free
+    assert turn > 50
+    assert engine().waiters(key).number == 1
+    assert lease.release() is False
+
+
+def test_end_of_the_wait_meets_the_bell(here: Any, key: str) -> None:
+    """Whoever gives up at the moment of the release leaves the key to others."""
+    with_time = distributed_lock(key, backend="second", timeout=0.3)
+    patient = distributed_lock(key, backend="third", timeout=DEADLINE)
+    hasty, other = OtherThread(), OtherThread()
+
+    def wait() -> bool:
+        lease = with_time.try_acquire(0.3)
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+    got = set()
+    for number in range(20):
+        lease = distributed_lock(key, lease=60).acquire(timeout=1)
+        began = time.monotonic()
+        answer = hasty.start(wait)
+        eventually(lambda: engine().waiters(key).number == 1, what="the first")
+        second = other.start(patient.acquire)
+        eventually(lambda: engine().waiters(key).number == 2, what="the second")
+        moment = began + 0.29 + 0.001 * number
+        time.sleep(max(0.0, moment - time.monotonic()))
+        lease.release()
+        freed = time.monotonic()
+        theirs = second.result(timeout=DEADLINE)
+        assert time.monotonic() - freed < GRACE + 0.1 + SLACK / 2
+        other.do(theirs.release)
+        got.add(answer.result(timeout=DEADLINE))
+    nothing_left(here)
+    hasty.close()
+    other.close()
+
+
+def nothing_left(inside: Any) -> None:
+    """Of those who waited nothing is in the server any more, but for a moment."""
+    left = ("queue", "alive", "rung", "bell", "done")
+    eventually(
+        lambda: not [name for part in left for name in inside.keys(f"*:{part}*")],
+        within=1 + SLACK,
+        what="the end of the queue",
+    )
+
+
+def test_co_owner_leaves_the_queue(here: Any, key: str) -> None:
+    """Who waited and is let in by a co-owner's grant queues no more."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    waiters = [OtherThread(), OtherThread()]
+    answers = [
+        waiter.start(
+            distributed_lock(key, backend=alias, owner="both", timeout=10).acquire
+        )
+        for waiter, alias in zip(waiters, ["second", "third"], strict=True)
+    ]
+    eventually(lambda: engine().waiters(key).number == 2, what="the waiters")
+    lease.release()
+    leases = [answer.result(timeout=DEADLINE) for answer in answers]
+    assert leases[0].fencing_token == leases[1].fencing_token
+    assert engine().waiters(key).number == 0
+    assert not here.keys("*:queue")
+    for waiter, theirs in zip(waiters, leases, strict=True):
+        waiter.do(theirs.release)
+        waiter.close()
+
+
+class Interrupted(Exception):
+    """Raised by a handler of a signal."""
+
+
+def test_signal_ends_a_wait(here: Any, key: str) -> None:
+    """A handler that raises in the middle of a wait leaves nothing in the queue."""
+
+    def interrupt(*args: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    other = OtherThread()
+    lease = other.do(distributed_lock(key, lease=60).acquire, 0)
+    try:
+        for number in range(10):
+            signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.01 * number)
+            with pytest.raises(Interrupted):
+                distributed_lock(key, backend="second", timeout=10).acquire()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    other.do(lease.release)
+    with takes(at_most=2 * GRACE + SLACK), distributed_lock(key, timeout=5):
+        pass
+    eventually(lambda: engine().waiters(key).number == 0, within=3, what="the end")
+    other.close()
+
+
+def test_signal_handlers_that_lock(here: Any, key: str) -> None:
+    """A handler takes another lock in the middle of a command, on the same server."""
+    done = []
+
+    def lock(*args: object) -> None:
+        with distributed_lock(f"{key}:handler", timeout=5):
+            done.append(True)
+        # Not before: on a busy machine handlers would pile up.
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+
+    previous = signal.signal(signal.SIGALRM, lock)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
+        until = time.monotonic() + 1.5
+        tokens = [token_of(key)]
+        while time.monotonic() < until:
+            tokens.append(token_of(key))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert len(done) > 50
+    assert tokens == sorted(set(tokens))
+
+
+def test_fork_while_holding(here: Any, key: str) -> None:
+    """Parent and child go on, each on connections of its own."""
+    with distributed_lock(key, lease=30, timeout=0) as lease:
+
+        def child() -> list[Any]:
+            tokens = [token_of(f"{key}:child") for _ in range(50)]
+            refused = distributed_lock(key).try_acquire()
+            return [lease.lost_reason, refused, tokens == sorted(set(tokens))]
+
+        tokens: list[int] = []
+        over = threading.Event()
+
+        def work() -> None:
+            while not over.is_set():
+                tokens.append(token_of(f"{key}:parent"))
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            for _ in range(5):
+                assert in_forked_child(child) == ["forked", None, True]
+        finally:
+            over.set()
+            worker.join(DEADLINE)
+        assert tokens == sorted(set(tokens))
+        lease.renew()
+
+
+# Many at once
+
+
+def test_hundreds_of_keys(here: Any, key: str) -> None:
+    """A set is taken, renewed and released by one command each."""
+    token_of(key)
+    keys = [f"{key}:{number}" for number in range(400)]
+    for _ in range(2):
+        before = commands(here)
+        leases = distributed_lock(*keys, lease=scaled(3)).acquire(timeout=0)
+        assert commands(here) - before <= 2
+        taken = commands(here)
+        time.sleep(scaled(2.5))
+        renewals = commands(here) - taken
+        assert leases.held
+        assert 2 <= renewals <= 8
+        before = commands(here)
+        assert leases.release() is True
+        assert commands(here) - before <= 3
+    assert not distributed_lock(*keys).locked()
+
+
+# Exclusion
+
+
+@pytest.fixture
+def crew(committed: None) -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.mark.timeout(120)
+def test_exclusion_with_killed_and_stopped_holders(crew: Crew, key: str) -> None:
+    """No two hold a key at once, and its tokens rise, whatever becomes of holders."""
+    start = time.monotonic() + 1
+    end = start + scaled(8)
+    table = [
+        {
+            "keys": [f"{key}:0", f"{key}:1", {"key": f"{key}:p", "permits": [2, 3]}],
+            "start": start,
+            "until": end,
+            "seed": number,
+            "timeout": 1.0 if number else 0,
+            "hold": 0.05 if number == 1 else 0.002,
+            "lease": 0.5,
+            "backend": "redis",
+        }
+        for number in range(6)
+    ]
+    members = crew.fork_all("contend", table)
+    victims = members[1:3]
+    while time.monotonic() < end - 2:
+        victims[0].stop()
+        crew.take_in(0.7)
+        victims[0].resume()
+        crew.take_in(0.2)
+    victims[1].kill()
+    crew.until(lambda: all(m.ended for m in members), 3 * DEADLINE, "the end")
+    history = crew.history()
+    verify(history)
+    # Who stood for longer than its lease was told so when it gave back.
+    assert {error["who"] for error in crew.errors()} == {victims[0].who}
+    assert sum(event.what == "grant" for event in history) > 200
+
+
+def test_a_wait_that_runs_out(here: Any, key: str) -> None:
+    """LockTimeout tells who has the key, and nothing is left of the wait."""
+    other = OtherThread()
+    lease = other.do(distributed_lock(key, lease=60, note="why").acquire, 0)
+    with pytest.raises(LockTimeout) as caught:
+        distributed_lock(key, timeout=0.3, backend="second").acquire()
+    assert caught.value.note == "why"
+    assert 50 < caught.value.retry_after <= 60
+    other.do(lease.release)
+    nothing_left(here)
+    other.close()

@@ -1,0 +1,246 @@
+"""Locks on most of five Redis servers, beyond what the contract suite asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import RedisError
+
+from dblocks import LeaseLost, LockTimeout, distributed_lock
+from dblocks.conf import backends
+from tests.faults.proxy import Proxy
+from tests.fixtures import OtherThread
+from tests.services import Redis
+from tests.test_redis import BACKEND
+from tests.timing import DEADLINE, SLACK, eventually, scaled, takes
+
+pytestmark = pytest.mark.engine("redis")
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[list[Redis]]:
+    """Keep five servers between tests."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Redis()) for _ in range(5)]
+
+
+@pytest.fixture
+def servers(five: list[Redis], settings: Any) -> Iterator[list[Redis]]:
+    """Keep the locks in five servers, which all run when the test begins and ends."""
+    use(settings, [server.url() for server in five])
+    yield five
+    for server in five:
+        server.start()
+        os.kill(server.pid, signal.SIGCONT)
+        redis.Redis.from_url(server.url()).flushall()
+
+
+def use(settings: Any, locations: list[str], **config: Any) -> None:
+    """Keep the locks of two aliases in these servers."""
+    entry = {"BACKEND": BACKEND, "LOCATION": locations, **config}
+    settings.DBLOCKS = {"default": entry, "second": entry}
+
+
+def holders(servers: list[Redis], key: str) -> list[str]:
+    """Return who has the key, by each server that runs."""
+    found = []
+    for server in servers:
+        if server.running:
+            inside: Any = redis.Redis.from_url(server.url(), decode_responses=True)
+            found.append(inside.hget(f"dblocks:{{lock:{key}}}:row", "owner") or "")
+    return found
+
+
+def stop(server: Redis) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "seconds"), [(Redis.kill, 0.1), (stop, 0.25)], ids=["down", "stopped"]
+)
+def test_minority_is_out_of_reach(
+    servers: list[Redis], key: str, number: int, fault: Any, seconds: float
+) -> None:
+    """Locks work, and no verb takes longer than one server may take to answer."""
+    kept = distributed_lock(f"{key}:kept", lease=30).acquire(timeout=0)
+    for server in servers[:number]:
+        fault(server)
+    for _ in range(3):
+        with takes(at_most=seconds + SLACK / 2):
+            lease = distributed_lock(key, lease=30).acquire(timeout=0)
+        assert lease.fencing_token is None
+        assert distributed_lock(key, owner="other").try_acquire() is None
+        with takes(at_most=seconds + SLACK / 2):
+            lease.renew()
+        with takes(at_most=seconds + SLACK / 2):
+            assert lease.release() is True
+    kept.renew()
+    assert kept.release() is True
+    assert set(holders(servers[number:], key)) == {""}
+
+
+@pytest.mark.parametrize("fault", [Redis.kill, stop], ids=["down", "stopped"])
+def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) -> None:
+    """That is an error and never "taken"; what is held is lost on time."""
+    length = scaled(2)
+    lost: list[float] = []
+    lease = distributed_lock(key, lease=length).acquire(timeout=0)
+    lease.on_lost(lambda lease: lost.append(time.monotonic()))
+    began = time.monotonic()
+    for server in servers[:3]:
+        fault(server)
+    for ask in (
+        distributed_lock(f"{key}:other", lease=length).try_acquire,
+        distributed_lock(f"{key}:other", f"{key}:third", timeout=0.3).acquire,
+        distributed_lock(f"{key}:other", permits=2, timeout=0.3).acquire,
+        distributed_lock(key).locked,
+        lease.renew,
+    ):
+        with takes(at_most=2 + SLACK), pytest.raises(RedisError) as caught:
+            ask()
+        assert "3 of 5 servers did not answer" in str(caught.value)
+    # Nothing stays behind on those that did.
+    assert set(holders(servers[3:], f"{key}:other")) <= {""}
+    eventually(lambda: lost, what="the loss")
+    assert lost[0] - began < length
+    assert lease.lost_reason == "backend"
+
+
+def test_restarted_empty(servers: list[Redis], key: str) -> None:
+    """One that forgets changes nothing; three that forget lose the lease."""
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    for server in servers[:2]:
+        redis.Redis.from_url(server.url()).flushall()
+    lease.renew()
+    assert lease.held
+    assert distributed_lock(key, owner="other").try_acquire() is None
+    assert [bool(holder) for holder in holders(servers, key)] == [False] * 2 + [
+        True
+    ] * 3
+    redis.Redis.from_url(servers[2].url()).flushall()
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason == "expired"
+
+
+def test_votes_that_split(servers: list[Redis], key: str) -> None:
+    """Where none has a majority both give back what they have, and go on."""
+    inside = [redis.Redis.from_url(server.url()) for server in servers]
+    other = OtherThread()
+    # Somebody has two servers for a moment, somebody else other two.
+    for number, each in enumerate(inside[:4]):
+        server = backends["default"]._servers[number]  # type: ignore[attr-defined]
+        each.hset(
+            server.row(key),
+            mapping={
+                "owner": f"split {number // 2}",
+                "holder": "h",
+                "note": "",
+                "version": 1,
+                "acquired": 1,
+                "count": 1,
+                "min_until": 0,
+                "expires": int((time.time() + 2) * 1e6),
+                "max_until": int((time.time() + 9) * 1e6),
+            },
+        )
+    with pytest.raises(LockTimeout):
+        distributed_lock(key, timeout=0.3).acquire()
+    assert sorted(holders(servers, key)) == ["", *["split 0"] * 2, *["split 1"] * 2]
+    with takes(1, 2.5 + SLACK):
+        lease = distributed_lock(key, timeout=DEADLINE).acquire()
+    lease.release()
+    other.close()
+
+
+def test_contenders(servers: list[Redis], key: str) -> None:
+    """Two that ask at once, again and again, both get the key, and never together."""
+    inside = 0
+    counts = {"default": 0, "second": 0}
+    faults: list[str] = []
+    until = time.monotonic() + scaled(3)
+
+    def contend(alias: str) -> None:
+        nonlocal inside
+        lock = distributed_lock(key, backend=alias, timeout=DEADLINE)
+        while time.monotonic() < until:
+            with lock:
+                inside += 1
+                if inside > 1:
+                    faults.append(alias)
+                time.sleep(0.001)
+                inside -= 1
+                counts[alias] += 1
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=contend, args=[alias]) for alias in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+    assert not faults
+    assert min(counts.values()) > 5
+    eventually(lambda: set(holders(servers, key)) == {""}, within=SLACK)
+
+
+def test_undo_of_a_co_owner(servers: list[Redis], key: str) -> None:
+    """A co-owner's attempt that fails takes nothing from the one that holds."""
+    lock = distributed_lock(key, owner="both", lease=30)
+    lease = lock.acquire(timeout=0)
+    other = OtherThread()
+    for server in servers[2:]:
+        stop(server)
+    with pytest.raises(RedisError):
+        other.do(lock.try_acquire)
+    for server in servers[2:]:
+        os.kill(server.pid, signal.SIGCONT)
+    lease.renew()
+    assert holders(servers, key) == ["both"] * 5
+    assert distributed_lock(key, owner="third").try_acquire() is None
+    assert lease.release() is True
+    other.close()
+
+
+def test_late_grants_are_not_valid(
+    servers: list[Redis], settings: Any, key: str
+) -> None:
+    """What a majority granted too late to be of use is given back."""
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(each.port)) for each in servers]
+        urls = [f"redis://127.0.0.1:{proxy.port}/0" for proxy in proxies]
+        use(settings, urls, OPTIONS={"socket_timeout": 2})
+        with distributed_lock(key):
+            pass
+        for proxy in proxies[:3]:
+            proxy.delay = (0.15, 0.2)
+        assert distributed_lock(key, lease=0.1, renew=False).try_acquire() is None
+        assert set(holders(servers, key)) == {""}
+
+
+@pytest.mark.parametrize("permits", [1, 3])
+def test_minority_is_given_back(servers: list[Redis], key: str, permits: int) -> None:
+    """Who is refused leaves nothing on the servers that had granted."""
+    lock = distributed_lock(key, permits=permits, timeout=0, lease=30)
+    owners = [
+        distributed_lock(key, permits=permits, owner=f"{n}") for n in range(permits)
+    ]
+    leases = [each.acquire(timeout=0) for each in owners]
+    for server in servers[:2]:
+        redis.Redis.from_url(server.url()).flushall()
+    assert lock.try_acquire() is None
+    names = [key] if permits == 1 else [f"{key}\x1f{n}" for n in range(permits)]
+    for name in names:
+        row = backends["default"]._servers[0].row(name)  # type: ignore[attr-defined]
+        for server in servers[:2]:
+            assert not redis.Redis.from_url(server.url()).hget(row, "owner")
+    for lease in leases:
+        assert lease.release() is True

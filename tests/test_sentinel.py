@@ -1,0 +1,172 @@
+"""Locks in a Redis service that Sentinel watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+import pytest
+import redis
+from redis.exceptions import RedisError
+
+from dblocks import LeaseLost, LockTimeout, distributed_lock
+from tests.services import HOST, Redis
+from tests.test_redis import BACKEND, token_of
+from tests.timing import DEADLINE, eventually
+
+T = TypeVar("T")
+
+pytestmark = pytest.mark.engine("redis")
+
+
+class Sentinel(Redis):
+    """Watches a master, and promotes its replica half a second after its end."""
+
+    def __init__(self, master: Redis) -> None:
+        super().__init__()
+        self._master = master
+
+    def command(self) -> list[str]:
+        settings = self.folder / "sentinel.conf"
+        settings.write_text(
+            f"port {self.port}\n"
+            f"bind {HOST}\n"
+            f"unixsocket {self.folder / 'socket'}\n"
+            f"dir {self.folder}\n"
+            f"sentinel monitor service {HOST} {self._master.port} 1\n"
+            f"sentinel down-after-milliseconds service 500\n"
+            f"sentinel failover-timeout service 3000\n"
+        )
+        # Which Sentinel writes what it finds into.
+        settings.chmod(0o666)
+        self.folder.chmod(0o777)
+        return [self.program("redis-server"), str(settings), "--sentinel"]
+
+
+@pytest.fixture
+def service(settings: Any) -> Iterator[tuple[Redis, Redis]]:
+    """Run a master and its replica; keep the locks in the service."""
+    with ExitStack() as stack:
+        at_once = ["--repl-diskless-sync-delay", "0"]
+        master = stack.enter_context(Redis(arguments=at_once))
+        after = ["--replicaof", f"{HOST} {master.port}"]
+        replica = stack.enter_context(Redis(arguments=after))
+        inside: Any = redis.Redis.from_url(replica.url(), decode_responses=True)
+        eventually(lambda: inside.info()["master_link_status"] == "up", what="the copy")
+        sentinel = stack.enter_context(Sentinel(master))
+        watch: Any = redis.Redis(HOST, sentinel.port, decode_responses=True)
+        eventually(
+            lambda: watch.sentinel_master("service")["num-slaves"] == 1,
+            what="the news of the replica",
+        )
+        entry = {
+            "BACKEND": BACKEND,
+            "LOCATION": "redis://service/0",
+            "OPTIONS": {
+                "sentinels": [(HOST, sentinel.port)],
+                "socket_timeout": 0.5,
+                "socket_connect_timeout": 0.5,
+            },
+        }
+        settings.DBLOCKS = {"default": entry, "second": entry}
+        yield master, replica
+
+
+def in_threads(number: int, function: Callable[[], T]) -> list[T]:
+    """Call a function in many threads at once, each with a connection of its own."""
+    start = threading.Barrier(number, timeout=DEADLINE)
+
+    def call() -> T:
+        start.wait()
+        return function()
+
+    with ThreadPoolExecutor(number) as pool:
+        return [each.result() for each in [pool.submit(call) for _ in range(number)]]
+
+
+def look_and_take(key: str) -> int:
+    """Return the token of a grant, however many others ask."""
+    with distributed_lock(key, timeout=DEADLINE) as lease:
+        return lease.fencing_token or 0
+
+
+def until_promoted(replica: Redis) -> None:
+    inside: Any = redis.Redis.from_url(replica.url(), decode_responses=True)
+    eventually(lambda: inside.info()["role"] == "master", what="the promotion")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
+    """What the replica knew stays held, the holder renews there, and tokens rise."""
+    master, replica = service
+    before = max(in_threads(12, lambda: look_and_take(f"{key}:free")))
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    redis.Redis.from_url(master.url()).wait(1, 5000)
+    if fault == "killed":
+        master.kill()
+    else:
+        os.kill(master.pid, signal.SIGSTOP)
+    with pytest.raises(RedisError):
+        distributed_lock(key, owner="other").try_acquire()
+    until_promoted(replica)
+    # What was open to the old master costs one failure at most, not one each.
+    with suppress(RedisError):
+        lease.renew()
+    lease.renew()
+    with pytest.raises(LockTimeout):
+        distributed_lock(key, owner="other", timeout=0).acquire()
+    assert token_of(f"{key}:free") > before
+    assert lease.release() is True
+    assert token_of(key) > (lease.fencing_token or 0)
+    if fault == "stopped":
+        os.kill(master.pid, signal.SIGCONT)
+        inside: Any = redis.Redis.from_url(master.url(), decode_responses=True)
+        eventually(lambda: inside.info()["role"] == "slave", what="the demotion")
+        assert token_of(key) > (lease.fencing_token or 0)
+
+
+@pytest.mark.timeout(90)
+def test_what_the_replica_did_not_know(service: tuple[Redis, Redis], key: str) -> None:
+    """A grant that was not copied yet is lost, as is said; its token is outranked."""
+    master, replica = service
+    os.kill(replica.pid, signal.SIGSTOP)
+    redis.Redis.from_url(master.url()).client_kill_filter(_type="replica")
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    master.kill()
+    os.kill(replica.pid, signal.SIGCONT)
+    until_promoted(replica)
+    theirs = eventually(lambda: attempt(key), what="another grant")
+    assert (theirs.fencing_token or 0) > (lease.fencing_token or 0)
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason == "taken"
+    assert theirs.release() is True
+
+
+def attempt(key: str) -> Any:
+    try:
+        return distributed_lock(key, owner="other").try_acquire()
+    except RedisError:
+        return None
+
+
+def test_no_sentinel(settings: Any, key: str) -> None:
+    """A Sentinel out of reach, or one without the service, is an error."""
+    with Redis() as master, Sentinel(master) as sentinel:
+        for port, service in ((sentinel.port, "other"), (master.port + 1, "service")):
+            settings.DBLOCKS = {
+                "default": {
+                    "BACKEND": BACKEND,
+                    "LOCATION": f"redis://{service}/0",
+                    "OPTIONS": {"sentinels": [(HOST, port)]},
+                }
+            }
+            with pytest.raises(RedisError) as caught:
+                distributed_lock(key).try_acquire()
+            assert f"No master found for '{service}' (DBLOCKS" in str(caught.value)
