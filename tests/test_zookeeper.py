@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -199,6 +200,23 @@ def test_no_server(
         distributed_lock(key, backend=alias).acquire(timeout=1)
     assert issubclass(ConnectionLoss, engine(alias).errors)
     eventually(lambda: not live_threads(), what="the end of the threads")
+
+
+def test_silent_server(
+    configure: Configure,
+    key: str,
+    threads: Callable[[], OtherThread],
+) -> None:
+    """A server that accepts and says nothing keeps no thread waiting for another."""
+    with socket.create_server((HOST, 0)) as silent:
+        location = f"{HOST}:{silent.getsockname()[1]}"
+        alias = configure("silent", LOCATION=location, LEASE=30)
+        lock = distributed_lock(key, backend=alias)
+        with takes(at_most=8 + SLACK):
+            asking = [threads().start(lock.try_acquire) for _ in range(5)]
+            for each in asking:
+                with pytest.raises(ConnectionLoss, match="LOCATION"):
+                    each.result(5 * DEADLINE)
 
 
 def test_password(configure: Configure, key: str) -> None:

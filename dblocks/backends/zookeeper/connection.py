@@ -92,12 +92,12 @@ class Connection:
 
     def _heed_negotiation(self) -> None:
         """Note the timeout that the server gives each new or resumed session."""
-        # kazoo keeps it to itself.
+        # kazoo keeps it to itself, and gives a server as long to answer.
         connection = self.client._connection
         invoke = connection._invoke
 
         def heed(timeout: float, request: Any, xid: int | None = None) -> Any:
-            answer = invoke(timeout, request, xid)
+            answer = invoke(min(timeout, CONNECT_WITHIN), request, xid)
             if xid is None and answer[0].time_out > 0:
                 self._negotiated = answer[0].time_out / 1000
             return answer
@@ -153,6 +153,7 @@ class Connection:
 
     def close(self) -> None:
         """End the session and all that it holds."""
+        self.handler.breaks_off = not self.client.connected
         with suppress(*ERRORS):
             self.client.stop()
         self.client.close()

@@ -114,12 +114,17 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         super().__init__()
         self._sockets: set[socket.socket] = set()
         self._latest: socket.socket | None = None
+        #: There is no session that the server has to be told the end of.
+        self.breaks_off = False
 
     def start(self) -> None:
         self._running = True
 
     def stop(self) -> None:
         self._running = False
+        if self.breaks_off:
+            # Its thread may wait for a server that says nothing.
+            self.hang_up()
 
     def dispatch_callback(self, callback: Any) -> None:
         callback.func(*callback.args)

@@ -20,7 +20,7 @@ from kazoo.exceptions import KazooException
 from ... import clock, forks
 from ..values import Grant
 from . import nodes
-from .connection import PASSING, Address, Connection
+from .connection import ERRORS, PASSING, Address, Connection
 from .handler import Bell
 
 logger = logging.getLogger("dblocks")
@@ -220,7 +220,33 @@ class Session(Connection):
         self.handler.abandon()
 
 
-_opening = threading.RLock()
+class _Opening:
+    """Opens the sessions of an address, one at a time."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()
+        self._failure: tuple[float, type[Exception], tuple[Any, ...]] | None = None
+
+    def open(self, address: Address, asked: float) -> Session:
+        """Return a new session.
+
+        Args:
+            asked: Local clock. What has failed since then has failed for this one too,
+                who waited for it: otherwise each would wait as long after the other.
+        """
+        if self._failure is not None and self._failure[0] > asked:
+            _, kind, args = self._failure
+            raise kind(*args)
+        made = Session(address)
+        try:
+            made.open()
+        except ERRORS as error:
+            self._failure = clock.monotonic(), type(error), error.args
+            raise
+        return made
+
+
+_openings: dict[Address, _Opening] = {}
 _sessions: dict[Address, Session] = {}
 
 
@@ -233,11 +259,12 @@ def session(address: Address) -> Session:
     """Return the process's session, opened when it is first needed."""
     found = _sessions.get(address)
     if found is None or found.is_over():
-        with _opening:
+        asked = clock.monotonic()
+        opening = _openings.setdefault(address, _Opening())
+        with opening.mutex:
             found = _sessions.get(address)
             if found is None or found.is_over():
-                made = Session(address)
-                made.open()
+                made = opening.open(address, asked)
                 found = _sessions.get(address)
                 if found is None or found.is_over():
                     found = _sessions[address] = made
@@ -274,8 +301,7 @@ def patiently(
 
 
 def _after_fork_in_child() -> None:
-    global _opening
-    _opening = threading.RLock()
+    _openings.clear()
     for each in _sessions.values():
         each.forget_parent()
     _sessions.clear()
