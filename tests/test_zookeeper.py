@@ -858,6 +858,29 @@ def test_cut_off_with_its_server(
             os.kill(follower.pid, signal.SIGCONT)
 
 
+def test_cut_off_after_idleness(
+    configure: Configure, ensemble: list[ZooKeeper], key: str
+) -> None:
+    """So is who had been silent until it got the key, just before its server stops."""
+    first = leader(ensemble)
+    follower = next(each for each in ensemble if each is not first)
+    mine = configure("mine", LOCATION=follower.url(), LEASE=scaled(6))
+    theirs = configure("theirs", LOCATION=first.url(), LEASE=scaled(6))
+    lock = distributed_lock(key, backend=mine)
+    lock.acquire(timeout=DEADLINE).release()
+    for _ in range(2):
+        # Not as long as kazoo takes to send a ping of its own.
+        time.sleep(scaled(1.5))
+        lease = lock.acquire(timeout=DEADLINE)
+        os.kill(follower.pid, signal.SIGSTOP)
+        try:
+            taken = distributed_lock(key, backend=theirs).acquire(timeout=DEADLINE)
+            assert not lease.held
+            taken.release()
+        finally:
+            os.kill(follower.pid, signal.SIGCONT)
+
+
 def test_renewed_by_the_majority_alone(
     configure: Configure, ensemble: list[ZooKeeper], key: str
 ) -> None:

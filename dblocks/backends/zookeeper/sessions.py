@@ -34,10 +34,11 @@ RETRY_AFTER = 0.05
 """Seconds before what a passing fault has stopped is tried again."""
 
 PULSES = 20
-"""How often in a lease's time the server hears of a session that holds something.
+"""How often in a lease's time the server hears of a session.
 
 A server of an ensemble tells the leader twice a tick of whom it has heard. If it dies
-before, the leader counts from the time before: that must not be long ago.
+before, the leader counts from the time before: that must not be long ago, also when a
+session that has held nothing for long has just been granted a key.
 """
 
 
@@ -85,7 +86,6 @@ class Session(Connection):
         self.explicit = threading.RLock()
         self._bells: dict[str, set[Bell]] = {}
         self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
-        self._wakes_at = 0.0
 
     def open(self) -> None:
         super().open()
@@ -141,8 +141,6 @@ class Session(Connection):
     def hold(self, held: Held) -> None:
         """Keep a grant until it is given back or runs out."""
         self.grants[held.grant.key, held.grant.owner] = held
-        if held.expires_at < self._wakes_at or not self._wakes_at:
-            self._doomed.put(None)
 
     def extend(self, held: Held, until: float) -> bool:
         """Keep a grant for longer; ``False`` if it has run out meanwhile."""
@@ -180,7 +178,6 @@ class Session(Connection):
                 doomed = self._doomed.get(timeout=pause)
                 if doomed is not None:
                     left.add(doomed)
-            self._wakes_at = 0.0
             for each in list(left):
                 try:
                     self.sweep(*each)
@@ -192,12 +189,9 @@ class Session(Connection):
 
     def _pause(self, now: float) -> float:
         """Return the seconds until the next lease may run out, or the next pulse."""
+        self.client.exists_async(self.address.root)
         ends = [held.expires_at for held in list(self.grants.values())]
-        if ends:
-            self.client.exists_async(self.address.root)
-        interval = self.address.lease / PULSES if ends else 3600.0
-        self._wakes_at = min([now + interval, *ends])
-        return max(0.0, self._wakes_at - now)
+        return max(0.0, min([now + self.address.lease / PULSES, *ends]) - now)
 
     def _run_out(self, now: float) -> set[tuple[str, str]]:
         """Return the places of leases that nobody has renewed in time."""
