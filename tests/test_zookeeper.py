@@ -770,6 +770,119 @@ def test_look_that_is_out_of_date(
     assert lease.held
 
 
+def test_set_that_comes_second(
+    configure: Configure, lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a set has taken in vain is nobody's, when its keys are asked for singly."""
+    other = configure("other")
+    with distributed_lock(key + ":2", backend=other):
+        mine = session()
+        look, looks = mine.children, []
+
+        def first_free(folders: Any, *args: Any) -> Any:
+            looks.append(folders)
+            seen = look(folders, *args)
+            return [seen[0], []] if len(looks) == 1 else seen
+
+        monkeypatch.setattr(mine, "children", first_free)
+        # Its own thread, which deletes what is left behind, is late.
+        monkeypatch.setattr(mine, "doom", lambda *args: None)
+        both = distributed_lock(key, key + ":2", backend="zookeeper")
+        with pytest.raises(LockTimeout) as caught:
+            both.acquire(timeout=0)
+        assert caught.value.key == key + ":2"
+        assert not places(key)
+
+
+def test_place_that_was_freed_meanwhile(
+    lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that an operator deletes before it is granted is not granted."""
+    mine = session()
+    take, takes = mine.take, []
+
+    def freed(*args: Any) -> Any:
+        taken = take(*args)
+        takes.append(taken)
+        return taken._replace(places=[[]]) if len(takes) == 1 else taken
+
+    monkeypatch.setattr(mine, "take", freed)
+    with lock() as lease:
+        assert lease.held
+        assert len(takes) == 2
+        assert len(places(key)) == 1
+
+
+def test_second_place_of_a_waiter(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A waiter that a lost reply has given two places keeps one."""
+    lease = acquire()
+    mine = session()
+    take = mine.take
+
+    def twice(*args: Any) -> Any:
+        monkeypatch.undo()
+        take(*args)
+        return take(*args)
+
+    monkeypatch.setattr(mine, "take", twice)
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number)
+    lease.release()
+    other.do(waiting.result(DEADLINE).release)
+    assert not places(key)
+
+
+def test_interrupted_set(
+    backend: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an exception leaves of a set is deleted, whatever was noted before."""
+    mine = session()
+
+    class Interrupted(dict[Any, Any]):
+        def __setitem__(self, name: Any, held: Any) -> None:
+            if self:
+                raise KeyboardInterrupt
+            super().__setitem__(name, held)
+
+    monkeypatch.setattr(mine, "grants", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        distributed_lock(key, key + ":2", backend=backend).acquire()
+    monkeypatch.undo()
+    eventually(lambda: not places(key + ":2"), what="the end of the node")
+    eventually(lambda: not places(key), what="the end of the node")
+
+
+def test_interrupted_grant_to_a_waiter(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an exception leaves of a waiter's grant is deleted."""
+    lease = acquire()
+    mine = session()
+
+    class Interrupted(dict[Any, Any]):
+        def __setitem__(self, name: Any, held: Any) -> None:
+            raise KeyboardInterrupt
+
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number)
+    monkeypatch.setattr(mine, "grants", Interrupted(mine.grants))
+    lease.release()
+    with pytest.raises(KeyboardInterrupt):
+        waiting.result(DEADLINE)
+    monkeypatch.undo()
+    eventually(lambda: not places(key), what="the end of the node")
+
+
 def test_interrupted_acquire(
     lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,12 +87,18 @@ class Asking:
             return None
         sent = clock.monotonic()
         taken = self._take(session, folders, seen, give_up)
-        if taken is None or not taken.are_first():
+        if taken is None:
             return None
-        return [
+        if not taken.are_first():
+            # They are asked for one by one next.
+            self._tidy(session)
+            return None
+        granted = [
             self._granted(session, key, folder, name, taken.transaction, sent)
             for key, folder, name in zip(keys, folders, taken.names, strict=True)
         ]
+        self._touched.clear()
+        return granted
 
     def _tidy(self, session: Session) -> None:
         # The answer may have been lost to a request that was heard.
@@ -132,8 +138,7 @@ class Asking:
             expires_at=sent + min(request.lease, request.max_hold),
             max_until=sent + request.max_hold,
         )
-        session.hold(held)
-        self._touched.clear()
+        session.grants[key, grant.owner] = held
         return Granted(grant, request.max_hold)
 
     def _promoted(
@@ -146,12 +151,15 @@ class Asking:
             # The first stays the first for as long as it is there. That it was written
             # again tells since when it has the key, and that the session lives.
             stat = session.write(place.path, written(place.request), give_up)
-        if stat is None or not place.keep():
-            return self.seen(session, give_up)
-        key, owner = place.request.key, place.request.owner
-        return self._granted(
-            session, key, place.folder, place.name, stat.czxid, sent, owner
-        )
+        if stat is not None:
+            key, owner = place.request.key, place.request.owner
+            granted = self._granted(
+                session, key, place.folder, place.name, stat.czxid, sent, owner
+            )
+            if place.keep():
+                return granted
+            session.grants.pop((key, owner), None)
+        return self.seen(session, give_up)
 
     def _again(self, session: Session, give_up: float) -> Granted | None:
         """Count an explicit owner once more that has the key in this process."""
@@ -194,7 +202,7 @@ class Asking:
         if not taken.are_first():
             self._tidy(session)
             return None
-        return self._granted(
+        granted = self._granted(
             session,
             rows[number],
             folders[number],
@@ -202,6 +210,8 @@ class Asking:
             taken.transaction,
             sent,
         )
+        self._touched.clear()
+        return granted
 
     def seen(self, session: Session, give_up: float) -> Reading:
         """Return who has the key; of permits, the one that is free first."""

@@ -66,7 +66,7 @@ class Taken(NamedTuple):
     def are_first(self) -> bool:
         """Tell whether all of them are the first in their folders."""
         return all(
-            places is not None and places[0] == name
+            places is not None and places[:1] == [name]
             for name, places in zip(self.names, self.places, strict=True)
         )
 

@@ -112,6 +112,8 @@ class Place(Gate):
             else:
                 places = taken.places[0]
         assert places is not None
+        # A reply that was lost may have left another, which nobody would delete.
+        session.remove([f"{self.folder}/{x}" for x in mine[1:]], give_up)
         self.name = mine[0]
         return places[: places.index(self.name)]
 

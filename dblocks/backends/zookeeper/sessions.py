@@ -138,10 +138,6 @@ class Session(Connection):
             for held, was in zip(last, there, strict=True)
         ]
 
-    def hold(self, held: Held) -> None:
-        """Keep a grant until it is given back or runs out."""
-        self.grants[held.grant.key, held.grant.owner] = held
-
     def extend(self, held: Held, until: float) -> bool:
         """Keep a grant for longer; ``False`` if it has run out meanwhile."""
         with self.mutex:
