@@ -883,6 +883,24 @@ def test_interrupted_grant_to_a_waiter(
     eventually(lambda: not places(key), what="the end of the node")
 
 
+def test_explicit_owner_behind_one_that_hangs(
+    own: str, server: Server, key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """A server that hangs is found out in time beside a thread with all patience."""
+    distributed_lock(key, backend=own).acquire().release()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        patient = distributed_lock(key, backend=own, owner="a")
+        waiting = threads().start(patient.acquire, timeout=DEADLINE)
+        time.sleep(0.2)
+        hasty = distributed_lock(key + ":2", backend=own, owner="b")
+        with takes(at_most=2 + SLACK), pytest.raises(KazooException):
+            hasty.try_acquire()
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    waiting.result(2 * DEADLINE).release()
+
+
 def test_interrupted_acquire(
     lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

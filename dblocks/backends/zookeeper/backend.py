@@ -120,7 +120,7 @@ class ZooKeeperBackend(BaseBackend):
             if not request.explicit:
                 return patiently(self._address, patience, asking.one)
             # Its threads would be refused by each other, or get two permits.
-            with session(self._address).explicit:
+            with patiently(self._address, patience, Session.alone):
                 return patiently(self._address, patience, asking.one)
         finally:
             asking.doom(opened(self._address))
@@ -146,9 +146,11 @@ class ZooKeeperBackend(BaseBackend):
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         outcome = self._renewed([renewal], patience)
         if renewal.grant in outcome.extended:
-            held = self._held(opened(self._address), renewal.grant)
-            if held is not None:
-                held.count = held.count + 1 if count is None else count
+            found = opened(self._address)
+            held = self._held(found, renewal.grant)
+            if found is not None and held is not None:
+                with found.mutex:
+                    held.count = held.count + 1 if count is None else count
         return outcome
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
@@ -199,12 +201,13 @@ class ZooKeeperBackend(BaseBackend):
             held = self._held(found, grant)
             if found is None or held is None:
                 continue
-            left = held.count - 1 if count is None else count
-            if left > 0:
-                held.count = left
-                released.add(grant)
-            elif found.drop(held):
-                last.append(held)
+            with found.mutex:
+                left = held.count - 1 if count is None else count
+                if left > 0:
+                    held.count = left
+                    released.add(grant)
+                elif found.drop(held):
+                    last.append(held)
         if found is not None and last:
             released |= self._delete(found, last)
         return released

@@ -179,11 +179,14 @@ class Connection:
         try:
             return result.get(timeout=max(0.0, seconds))
         except KazooTimeoutError:
-            raise ConnectionLoss(
-                f"ZooKeeper at {self.address.hosts} did not answer in time."
-            ) from None
+            raise self.silence() from None
         except NoAuthError:
             raise self._no_access() from None
+
+    def silence(self) -> ConnectionLoss:
+        return ConnectionLoss(
+            f"ZooKeeper at {self.address.hosts} did not answer in time."
+        )
 
     def _no_access(self) -> NoAuthError:
         return NoAuthError(

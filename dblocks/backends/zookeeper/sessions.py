@@ -10,8 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,9 +81,9 @@ class Session(Connection):
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self.grants: dict[tuple[str, str], Held] = {}
+        #: Kept by those who change what a grant of these is, for an instant.
         self.mutex = threading.RLock()
-        #: Kept while a key is asked for in the name of an explicit owner.
-        self.explicit = threading.RLock()
+        self._explicit = threading.RLock()
         self._bells: dict[str, set[Bell]] = {}
         self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
 
@@ -137,6 +137,21 @@ class Session(Connection):
             was or (held.session_id == self.id and self.id in asked_before)
             for held, was in zip(last, there, strict=True)
         ]
+
+    @contextmanager
+    def alone(self, give_up: float) -> Iterator[None]:
+        """Keep out others who ask for a key in the name of an explicit owner.
+
+        Raises:
+            ConnectionLoss: One of them has waited for the server all the time.
+        """
+        left = min(max(0.0, give_up - clock.monotonic()), threading.TIMEOUT_MAX)
+        if not self._explicit.acquire(timeout=left):
+            raise self.silence()
+        try:
+            yield
+        finally:
+            self._explicit.release()
 
     def extend(self, held: Held, until: float) -> bool:
         """Keep a grant for longer; ``False`` if it has run out meanwhile."""
