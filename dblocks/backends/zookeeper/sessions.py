@@ -84,7 +84,7 @@ class Session(Connection):
         #: Kept by those who change what a grant of these is, for an instant.
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
-        self._bells: dict[str, set[Bell]] = {}
+        self._bells: set[tuple[str, Bell]] = set()
         self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
 
     def open(self) -> None:
@@ -99,24 +99,17 @@ class Session(Connection):
         self, paths: Sequence[str], bell: Bell, give_up: float
     ) -> list[list[str] | None]:
         """Ring when one of these nodes goes, or what is in it changes; return that."""
-        for path in paths:
-            self._bells.setdefault(path, set()).add(bell)
+        self._bells |= {(path, bell) for path in paths}
         return self.children(paths, give_up, watch=self._rung)
 
     def unwatch(self, paths: Sequence[str], bell: Bell) -> None:
         """Ring no more."""
-        for path in paths:
-            bells = self._bells.get(path)
-            if bells is not None:
-                bells.discard(bell)
-                if not bells:
-                    self._bells.pop(path, None)
+        self._bells -= {(path, bell) for path in paths}
 
     def _rung(self, event: Any) -> None:
-        # Without a path, the connection is lost, and all watches with it.
-        paths = [event.path] if event.path else list(self._bells)
-        for path in paths:
-            for bell in list(self._bells.pop(path, ())):
+        for path, bell in list(self._bells):
+            # Without a path, the connection is lost, and all watches with it.
+            if event.path in (None, "", path):
                 bell.ring(event.path)
 
     # What is to go
