@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -24,7 +25,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from dblocks import LeaseLost, LockTimeout, distributed_lock
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
-from dblocks.backends.values import Request
+from dblocks.backends.values import Grant, Renewal, Request
 from dblocks.conf import backends
 from tests.faults.crew import Crew
 from tests.faults.history import verify
@@ -763,6 +764,30 @@ def test_hundreds_of_keys(here: Any, key: str) -> None:
 
 
 # Exclusion
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"owner": "other"}, {"version": -1}, {"version": 1}], ids=str
+)
+def test_not_the_current_grant(here: Any, key: str, wrong: dict[str, Any]) -> None:
+    """With another owner or version each verb changes nothing, and says so."""
+    lease = distributed_lock(key, owner="me", lease=30).acquire(timeout=0)
+    (before,) = engine().entries(key)
+    current = Grant(key, "me", lease.fencing_token)
+    if "version" in wrong:
+        wrong = {"version": (current.version or 0) + wrong["version"]}
+    other = current._replace(**wrong)
+    assert set(engine().renew([Renewal(other, 60.0)]).lost) == {other}
+    assert set(engine().reenter(Renewal(other, 60.0), None, 1.0).lost) == {other}
+    for count in (None, 0, 3):
+        assert engine().release(other, count=count, deadline=0.0) is False
+    engine().undo_all([other], 0.0)
+    engine()._server.forfeit(other, 1)
+    (after,) = engine().entries(key)
+    assert replace(after, remaining=0.0) == replace(before, remaining=0.0)
+    assert lease.release() is True
+    # Nor is a release that was not lost told twice.
+    assert engine().release(current, count=0, deadline=0.0) is False
 
 
 @pytest.fixture
