@@ -576,6 +576,18 @@ def test_reserved_key_is_not_polled(here: Any, key: str) -> None:
     assert commands(here) - before < 25
 
 
+def test_those_who_wait_come_first(here: Any, key: str) -> None:
+    """A lease that ran out leaves the key to who waits, for a moment, not to others."""
+    length = 0.3
+    lease = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
+    began = lease._hold.started
+    engine()._server.queue(Request(key, "x", 60.0), "aa", 20.0)
+    lock = distributed_lock(key, timeout=0, backend="second")
+    eventually(lock.try_acquire, what="the grant").release()
+    assert time.monotonic() - began > length + GRACE - 0.05
+    assert lease.release() is False
+
+
 def test_let_in_by_mistake(here: Any, key: str) -> None:
     """Two are told that the key is free: the one that is too late queues again."""
     server = engine()._server
