@@ -24,7 +24,6 @@ from ..values import (
     Renewed,
     Request,
     Waiters,
-    first_free,
 )
 from . import nodes
 from .asking import Asking, moment, reading
@@ -258,9 +257,6 @@ class ZooKeeperBackend(BaseBackend):
             }
 
         return patiently(self._address, patience or 0.0, ask)
-
-    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
-        return first_free(self.read_all(keys, patience), keys)
 
     # Operators
 
