@@ -901,6 +901,17 @@ def test_explicit_owner_behind_one_that_hangs(
     waiting.result(2 * DEADLINE).release()
 
 
+def test_deleted_root(configure: Configure, key: str) -> None:
+    """Operators may delete all that there is; what is above the keys is made again."""
+    alias = configure("rooted", KEY_PREFIX=f"rooted-{time.monotonic_ns()}/locks")
+    lease = distributed_lock(key, backend=alias).acquire()
+    mine = session(alias)
+    mine.client.delete(mine.address.root.rpartition("/")[0], recursive=True)
+    assert lease.release() is False
+    with distributed_lock(key, backend=alias) as again:
+        assert again.fencing_token > lease.fencing_token
+
+
 def test_interrupted_acquire(
     lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,10 +117,15 @@ class Connection:
             if not client.connected:
                 raise self._unreachable()
             self.check()
-            self.wait(client.ensure_path_async(self.address.root), CONNECT_WITHIN)
+            self._make_root()
         except BaseException:
             self.close()
             raise
+
+    def _make_root(self) -> None:
+        """Make what is above the folders, unless it is there."""
+        sent = self.client.ensure_path_async(self.address.root)
+        self.wait(sent, CONNECT_WITHIN)
 
     def _unreachable(self) -> KazooException:
         where = f"DBLOCKS[{self.address.alias!r}]"
@@ -262,6 +267,9 @@ class Connection:
             if isinstance(each, (NodeExistsError, NoNodeError)):
                 if clock.monotonic() > give_up:
                     raise each
+                if isinstance(each, NoNodeError) and any(folders.values()):
+                    # Somebody has deleted what is above, too.
+                    self._make_root()
                 return None
         made = [path for path in results if isinstance(path, str)]
         names = [path.rpartition("/")[2] for path in made if path not in folders]
