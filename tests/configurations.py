@@ -161,9 +161,9 @@ class Configuration:
 
     name: str
     server: str | None = None
+    isolation: str = "read committed"
     #: The engine that the contract suite runs on, beside a database for the data.
     engine: str | None = None
-    isolation: str = "read committed"
     #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
     sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
     #: Run the core of the tests alone, unless told what to run.

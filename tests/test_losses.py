@@ -13,8 +13,9 @@ from django.db import OperationalError, connection
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock
+from dblocks.holding import losses
 from dblocks.models import DistributedLock
-from tests.timing import DEADLINE, SLACK, always, eventually
+from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -197,3 +198,17 @@ def test_left_to_lapse(lock: Locks, obtainable: Obtainable) -> None:
         connection.set_autocommit(True)
     eventually(obtainable, within=1.2 + SLACK, what="the end of the lease")
     assert not left[0].held
+
+
+def test_all_have_been_told() -> None:
+    """A process that is about to end can wait for those who are being told."""
+    told: list[str] = []
+    let_go = threading.Event()
+    for name in ("one", "two"):
+        losses.apart(lambda name=name: (let_go.wait(0.3), told.append(name)))
+    losses.settle(DEADLINE)
+    assert sorted(told) == ["one", "two"]
+    losses.apart(lambda: let_go.wait(DEADLINE))
+    with takes(at_least=0.2, at_most=0.2 + SLACK):
+        losses.settle(0.2)
+    let_go.set()

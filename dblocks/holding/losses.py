@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dblocks")
 
+NEWS = "dblocks-news"
+"""What the threads are called."""
+
 pending: deque[Callable[[], object]] = deque()
 forks.in_child(pending.clear)
 
@@ -60,11 +63,22 @@ def apart(function: Callable[[], object]) -> None:
 def start_pending() -> None:
     """Start the threads that couldn't be started before."""
     for _ in range(len(pending)):
-        thread = threading.Thread(target=_run_one, name="dblocks-news", daemon=True)
+        thread = threading.Thread(target=_run_one, name=NEWS, daemon=True)
         try:
             thread.start()
         except RuntimeError:
             return
+
+
+def settle(seconds: float) -> None:
+    """Wait, for so long at most, until all who are being told have been.
+
+    What writes to standard error while the interpreter ends makes it abort.
+    """
+    until = clock.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name == NEWS:
+            thread.join(max(0.0, until - clock.monotonic()))
 
 
 def _run_one() -> None:

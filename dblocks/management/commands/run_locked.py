@@ -17,7 +17,7 @@ from django.db import connections
 
 from ...backends.values import Reading
 from ...exceptions import LockError
-from ...holding import owners
+from ...holding import losses, owners
 from ...leases import Lease, Leases
 from ...waiting import queue
 from ...waiting.attempt import Attempt
@@ -39,6 +39,9 @@ else:
     can_supervise = True
 
 T = TypeVar("T")
+
+TELLING = 2.0
+"""Seconds at most for the log and the receivers that are told of a loss."""
 
 GIVING_BACK = 0.2
 """Seconds after a signal for which a lease that is just being granted is awaited."""
@@ -127,6 +130,7 @@ exit status:
             self._tell(f"{loss(lease)}; the command may not have been alone")
         if released is False or supervisor.lost:
             status = lost_exit_code
+            losses.settle(TELLING)
         if status:
             sys.exit(status)
 
