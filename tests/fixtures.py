@@ -86,14 +86,15 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out what isn't about the engines that the contract suite runs on."""
-    if "default" in settings.CONTRACT_BACKENDS:
-        return
+    backends = settings.CONTRACT_BACKENDS
 
     def is_chosen(item: pytest.Item) -> bool:
+        engine = item.get_closest_marker("engine")
+        if engine is not None:
+            return engine.args[0] in backends
         call = getattr(item, "callspec", None)
-        of = item.get_closest_marker("engine")
-        engine = of.args[0] if of else call and call.params.get("backend")
-        return engine in settings.CONTRACT_BACKENDS
+        tried = call and call.params.get("backend")
+        return "default" in backends or tried in backends
 
     chosen = [item for item in items if is_chosen(item)]
     config.hook.pytest_deselected(items=[i for i in items if i not in chosen])

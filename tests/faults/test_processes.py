@@ -294,8 +294,7 @@ def test_stopped_holders_are_refused(
 
     Of a set nothing that any of its keys guards.
     """
-    wanted = counts(4 if kind == "key" else 2, 1000)
-    pause_updaters(crew, key, "guard", wanted, figures, kind)
+    pause_updaters(crew, key, "guard", counts(4, 1000), figures, kind)
     assert figures["refused"]
     assert figures["pauses"] >= counts(1, 1000)
 
@@ -385,7 +384,8 @@ def test_interrupted_anywhere(
 
     By turns of one key, of two at once and of a permit.
     """
-    hits, lease = counts(40, 1000), 1.0
+    # A task is in few places most of the time, on a busy machine above all.
+    hits, lease = counts(80 if program == "cancelled" else 40, 1000), 1.0
     options = {"ordinary": True} if "exception" in program else {}
     name = program.split()[0]
     member = crew.fork(name, key=key, seed=SEED, hits=hits, lease=lease, **options)
