@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, NotSupportedError
 
 from .. import validation
+from ..signals import announce_force_release
 from .gates import Gate
 from .values import (
     Entry,
@@ -245,7 +246,36 @@ class BaseBackend(ABC):
     ) -> bool:
         """Free a key over its holder's head, and fence the holder off.
 
-        As the method of that name of ``DistributedLock.objects``.
+        As the method of that name of ``DistributedLock.objects``, which only knows the
+        locks of a database.
+        """
+        row_key = validation.key_of_row(key, permit)
+        age = 0.0
+        if older_than is not None:
+            age = validation.duration("older_than", older_than)
+        ended = self.end_grant(row_key, version, age)
+        if ended is None:
+            return False
+        owner, holder, token = ended
+        announce_force_release(
+            type(self),
+            row_key=row_key,
+            backend=self.alias,
+            owner=owner,
+            holder=holder,
+            fencing_token=token,
+            by=by,
+            reason=reason,
+        )
+        return True
+
+    def end_grant(
+        self, row_key: str, version: int | None, age: float
+    ) -> tuple[str, str, int | None] | None:
+        """Free a row that has this version, or any, and was held for so many seconds.
+
+        Returns:
+            Owner, holder and token of the grant that it ended, if it ended one.
         """
         raise NotSupportedError(f"The backend {self.alias!r} can't force a release.")
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 
-from .. import clock, forks, validation
+from .. import clock, forks
 from ..permits import apart, row_key, row_keys
-from ..signals import announce_force_release
 from .base import BaseBackend
 from .messages import warning
 from .values import (
@@ -180,47 +179,21 @@ class LocMemBackend(BaseBackend):
             if key in (None, apart(name)[0])
         ]
 
-    def force_release(
-        self,
-        key: str,
-        *,
-        version: int | None = None,
-        older_than: float | timedelta | None = None,
-        by: object = None,
-        reason: str = "",
-        permit: int | None = None,
-    ) -> bool:
-        """Free a key over its holder's head, and fence the holder off.
-
-        The same as the method of that name of ``DistributedLock.objects``, which only
-        knows the database's locks.
-        """
-        key = validation.key_of_row(key, permit)
-        age = 0.0
-        if older_than is not None:
-            age = validation.duration("older_than", older_than)
+    def end_grant(
+        self, row_key: str, version: int | None, age: float
+    ) -> tuple[str, str, int | None] | None:
         with self._table.mutex:
             now = clock.monotonic()
-            row = self._table.row(key)
+            row = self._table.row(row_key)
             free = not row.owner and row.expires_at <= now
             if free or version not in (None, row.version):
-                return False
+                return None
             if row.acquired_at is None or now - row.acquired_at < age:
-                return False
-            self._table.rows[key] = _Row(
+                return None
+            self._table.rows[row_key] = _Row(
                 row.version + 1, expires_at=now, holder=row.holder, note=row.note
             )
-        announce_force_release(
-            type(self),
-            row_key=key,
-            backend=self.alias,
-            owner=row.owner,
-            holder=row.holder,
-            fencing_token=row.version,
-            by=by,
-            reason=reason,
-        )
-        return True
+        return row.owner, row.holder, row.version
 
     def check(self) -> Iterator[CheckMessage]:
         if "test" not in sys.argv[1:2]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -12,7 +11,6 @@ from redis.exceptions import RedisError
 
 from ... import validation
 from ...permits import apart
-from ...signals import announce_force_release
 from ..base import BaseBackend
 from ..gates import Gate
 from ..values import (
@@ -135,37 +133,7 @@ class RedisBackend(BaseBackend):
     def waiters(self, key: str) -> Waiters:
         return self._server.waiters(validation.key(key))
 
-    def force_release(
-        self,
-        key: str,
-        *,
-        version: int | None = None,
-        older_than: float | timedelta | None = None,
-        by: object = None,
-        reason: str = "",
-        permit: int | None = None,
-    ) -> bool:
-        row_key = validation.key_of_row(key, permit)
-        age = 0.0
-        if older_than is not None:
-            age = validation.duration("older_than", older_than)
-        ended = self._force_release(row_key, version, age)
-        if ended is None:
-            return False
-        owner, holder, token = ended
-        announce_force_release(
-            type(self),
-            row_key=row_key,
-            backend=self.alias,
-            owner=owner,
-            holder=holder,
-            fencing_token=token,
-            by=by,
-            reason=reason,
-        )
-        return True
-
-    def _force_release(
+    def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         return self._server.force_release(row_key, version, age)

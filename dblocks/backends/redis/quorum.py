@@ -255,7 +255,7 @@ class QuorumBackend(RedisBackend):
     def waiters(self, key: str) -> Waiters:
         return Waiters()
 
-    def _force_release(
+    def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 
-from ... import clock, validation
+from ... import clock
 from ...permits import SEPARATOR, apart, in_order
-from ...signals import announce_force_release
 from ..base import BaseBackend
 from ..gates import Gate
 from ..values import (
@@ -306,51 +304,21 @@ class ZooKeeperBackend(BaseBackend):
 
         return patiently(self._address, FOR_OPERATORS, ask)
 
-    def force_release(
-        self,
-        key: str,
-        *,
-        version: int | None = None,
-        older_than: float | timedelta | None = None,
-        by: object = None,
-        reason: str = "",
-        permit: int | None = None,
-    ) -> bool:
-        """Free a key over its holder's head, and fence the holder off.
-
-        The holder finds out with its next renewal. As the method of that name of
-        ``DistributedLock.objects``, which only knows the database's locks.
-        """
-        row = validation.key_of_row(key, permit)
-        age = 0.0
-        if older_than is not None:
-            age = validation.duration("older_than", older_than)
-
-        def ask(session: Session, give_up: float) -> tuple[nodes.Content, int] | None:
-            for _, path, content, stat in _holders(session, [row], give_up):
+    def end_grant(
+        self, row_key: str, version: int | None, age: float
+    ) -> tuple[str, str, int | None] | None:
+        # The holder finds out with its next renewal.
+        def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
+            for _, path, content, stat in _holders(session, [row_key], give_up):
                 if version not in (None, stat.czxid):
                     return None
                 if age and session.now(path, give_up) - stat.mtime < age * 1000:
                     return None
                 if session.remove([path], give_up)[0]:
-                    return content, stat.czxid
+                    return content.owner, content.holder, stat.czxid
             return None
 
-        ended = patiently(self._address, FOR_OPERATORS, ask)
-        if ended is None:
-            return False
-        content, token = ended
-        announce_force_release(
-            type(self),
-            row_key=row,
-            backend=self.alias,
-            owner=content.owner,
-            holder=content.holder,
-            fencing_token=token,
-            by=by,
-            reason=reason,
-        )
-        return True
+        return patiently(self._address, FOR_OPERATORS, ask)
 
     # Tests
 
