@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,15 +13,23 @@ from django.db import OperationalError, connection, transaction
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks import (
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    distributed_lock,
+    transaction_lock,
+)
 from dblocks.backends.database import dialects, session_locks
 from dblocks.backends.database import statements as texts
+from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
 from dblocks.backends.gates import GateClosed
 from dblocks.models import DistributedLock
 from tests.fixtures import OtherThread
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually
+from tests.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -87,6 +96,55 @@ def test_lease_that_ends_within_a_second(
     lease = other.do(lock(timeout=DEADLINE).acquire)
     assert len(statements) - before < 120
     other.do(lease.release)
+
+
+# InnoDB's gap locks, at REPEATABLE READ
+
+
+@pytest.fixture
+def locked_gap(committed: None, key: str) -> Iterator[None]:
+    """Another transaction has locked where rows of the key and its like would be."""
+    if dialects.of(connection).name != "mariadb":
+        pytest.skip("needs MariaDB")
+    beside = connection.copy()
+    with closing(beside), beside.cursor() as cursor:
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        cursor.execute("BEGIN")
+        cursor.execute(
+            f"SELECT * FROM {TABLE} WHERE `key` BETWEEN %s AND %s FOR UPDATE",
+            [key, f"{key}~"],
+        )
+        yield
+        cursor.execute("ROLLBACK")
+
+
+@pytest.mark.usefixtures("locked_gap")
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("permits", [1, 2])
+def test_new_lease_in_a_locked_gap(key: str, keys: int, permits: int) -> None:
+    """A row that can't be made is a key that is taken, which a try soon tells."""
+    if keys > 1 and permits > 1:
+        pytest.skip("several keys have no permits")
+    names = [f"{key}:{number}" for number in range(keys)]
+    with takes(0, 2 + SLACK):
+        assert distributed_lock(*names, permits=permits).try_acquire() is None
+
+
+@pytest.mark.usefixtures("locked_gap")
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize(
+    "how", [{"nowait": True}, {"skip_locked": True}, {"timeout": 1.5}]
+)
+def test_new_row_in_a_locked_gap(key: str, keys: int, how: dict[str, Any]) -> None:
+    """The caller's time bounds the wait for somebody else's transaction."""
+    names = [f"{key}:{number}" for number in range(keys)]
+    with takes(0, 3 + SLACK):
+        if "skip_locked" in how:
+            with transaction_lock(*names, **how) as rows:
+                assert rows is None
+        else:
+            with pytest.raises(LockTimeout), transaction_lock(*names, **how):
+                pytest.fail("entered")
 
 
 # MariaDB's snapshot isolation, at REPEATABLE READ

@@ -684,7 +684,8 @@ def test_nothing_is_left(
         return [n for n in names if n.startswith(nodes.escaped(key))]
 
     eventually(lambda: not left(), what="the end of the nodes")
-    assert not mine.grants
+    # Other tests may have lost some, of which is known until their time is over.
+    assert not [row for row, _ in mine.grants if row.startswith(key)]
     assert not mine._bells
     watching = [p for p in mine.client._child_watchers if key.split(":")[-1] in p]
     assert len(watching) <= 4, watching

@@ -119,9 +119,14 @@ class DatabaseBackend(DatabaseChecks):
             return one_writer.take(connection, request)
         if not self._has_session_locks(connection):
             request.queued = True
-        if request.permits > 1:
-            return permit_rows.take(connection, request)
-        return table.take(connection, request)
+        take = permit_rows.take if request.permits > 1 else table.take
+        try:
+            return take(connection, request)
+        except DatabaseError as error:
+            if not dialects.of(connection).means_taken(error):
+                raise
+            # A transaction has locked the gap in which the key's row would be made.
+            return Reading(version=0, remaining=1.0)
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float

@@ -142,7 +142,7 @@ class Dialect:
         return self.code(error) in self.wait_over
 
     def means_taken(self, error: BaseException) -> bool:
-        """Tell whether an update that must not wait met a locked row."""
+        """Tell whether a statement that must not wait for long met a locked row."""
         return self.code(error) in self.taken
 
     # Sessions

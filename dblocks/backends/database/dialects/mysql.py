@@ -187,6 +187,10 @@ class MariaDB(MySQL):
     name = "mariadb"
     exact_collation = "utf8mb4_nopad_bin"
     at_once = "SET STATEMENT innodb_lock_wait_timeout=0 FOR "
+    # Another's transaction may have locked the gap in which the row is made.
+    insert_unless_there = (
+        "SET STATEMENT innodb_lock_wait_timeout=1 FOR INSERT INTO {}".format
+    )
     shortest_queueing = 0.0
     oldest = (10, 6)
     unlocked = "{}".format
