@@ -22,7 +22,8 @@ from . import clock, validation
 from .backends.base import BaseBackend
 from .backends.database import transactions
 from .exceptions import LeaseLost
-from .holding.holds import PATIENCE, RELEASED, Hold, release_together
+from .holding.holds import PATIENCE, RELEASED, Hold
+from .holding.sets import release_together
 from .waiting.threads import call_in_thread
 from .waiting.wait import log_lapse
 
@@ -86,6 +87,15 @@ class LeaseBlock(ABC):
     def _first_lost(self) -> Lease | None:
         lost = [each for each in self._each() if each._hold.lost_reason is not None]
         return min(lost, key=lambda each: each._hold.over_at) if lost else None
+
+    @property
+    def release_requested(self) -> bool:
+        """Whether the holder is asked to finish; of several, that of any. No I/O.
+
+        Known at the next renewal, so with ``renew=False`` only if :meth:`renew` is
+        called. Nothing is taken away: see ``DistributedLock.objects.request_release``.
+        """
+        return any(each._hold.release_requested for each in self._each())
 
     @property
     def held(self) -> bool:
@@ -185,13 +195,7 @@ class LeaseBlock(ABC):
         while True:
             sent = clock.monotonic()
             outcome = self._backend.renew([hold.renewal(seconds) for hold in left])
-            for hold in left:
-                if hold.grant in outcome.extended:
-                    hold.extend(sent, seconds)
-                elif hold.grant in outcome.lost:
-                    hold.lose(outcome.lost[hold.grant])
-            settled = {*outcome.extended, *outcome.lost}
-            left = [hold for hold in left if hold.grant not in settled]
+            left = [x for x in left if not x.note_answer(outcome, sent, seconds)]
             if not left:
                 break
             if clock.monotonic() >= give_up:

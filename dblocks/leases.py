@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from . import clock, signals
-from .holding import losses, owners
+from .holding import news, owners
 from .holding.holds import RELEASED, Hold, nobody
 from .lease_blocks import LeaseBlock
 
@@ -93,10 +93,20 @@ class Lease(LeaseBlock):
         force release, at the next renewal); at once if the lease is lost already. Its
         errors are logged.
         """
-        self._hold.callbacks.append((self._ref, callback))
+        self._hold.loss_callbacks.append((self._ref, callback))
         self._hold.note_overdue()
         if self._hold.lost_reason is not None:
-            losses.call_back(self._hold)
+            news.call_back(self._hold.loss_callbacks)
+
+    def on_release_requested(self, callback: Callable[[Lease], object]) -> None:
+        """Call a function once, with the lease, when the holder is asked to finish.
+
+        It runs in a thread of dblocks, after the next renewal; at once if that is known
+        already. Its errors are logged.
+        """
+        self._hold.request_callbacks.append((self._ref, callback))
+        if self._hold.release_requested:
+            news.call_back(self._hold.request_callbacks)
 
     def _tell_released(self) -> None:
         if logger.isEnabledFor(logging.DEBUG) or signals.lock_released.receivers:
@@ -157,6 +167,14 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
         """
         for lease in self._in_order:
             lease.on_lost(callback)
+
+    def on_release_requested(self, callback: Callable[[Lease], object]) -> None:
+        """Call a function once for each lease whose holder is asked to finish.
+
+        As :meth:`Lease.on_release_requested`.
+        """
+        for lease in self._in_order:
+            lease.on_release_requested(callback)
 
 
 @overload

@@ -26,7 +26,7 @@ from .backends.values import (
 )
 from .conf import DEFAULT_ALIAS, backends
 from .permits import apart
-from .signals import announce_force_release
+from .signals import announce_force_release, log_request
 
 
 class State(models.TextChoices):
@@ -215,19 +215,51 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
             if table.force_release(connections[self.db], row_key, row.version):
+                ended = row.owner, row.holder, row.version
                 announce_force_release(
-                    DistributedLock,
-                    row_key=row_key,
-                    using=self.db,
-                    owner=row.owner,
-                    holder=row.holder,
-                    fencing_token=row.version,
-                    by=by,
-                    reason=reason,
+                    self.model, row_key, ended, using=self.db, by=by, reason=reason
                 )
                 return True
             missed = row.version
         return False
+
+    def request_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        by: object = None,
+        reason: str = "",
+        permit: int | None = None,
+    ) -> bool:
+        """Ask the holder of a key to finish. Nothing is taken away.
+
+        The holder finds out at its next renewal, by ``lease.release_requested``;
+        ``run_locked`` sends its command a SIGTERM. The request ends with the grant.
+
+        Args:
+            version: Only this grant; a lock that changed hands is left alone.
+            by: Who asks, for the log: a user, a name.
+            reason: Why, for the log.
+            permit: Which permit of the key; ``None`` for a lock without permits.
+
+        Returns:
+            Whether somebody holds the lock, its time not over, and is asked.
+        """
+        row_key = validation.key_of_row(key, permit)
+        self._for_write = True
+        rows = self.held().filter(key=row_key)
+        if version is not None:
+            rows = rows.filter(version=version)
+        row = rows.first()
+        if row is None:
+            return False
+        grant = Grant(row_key, row.owner, row.version)
+        if not table.request_release(connections[self.db], grant):
+            return False
+        asked = row.owner, row.holder, row.version
+        log_request(row_key, asked, by=by, reason=reason)
+        return True
 
     def stale(self, older_than: float | timedelta) -> LockQuerySet:
         """Return the locks whose key has been free, or overdue, for ``older_than``."""
@@ -346,6 +378,8 @@ class DistributedLock(models.Model):
             ``hold_at_least``; ``None`` without.
         max_until: No renewal moves ``expires_at`` beyond: the end of ``max_hold``;
             ``None`` without.
+        release_requested_at: Since when the holder has been asked to finish; ``None``
+            if it has not.
         state, remaining: As :meth:`LockQuerySet.with_state` annotates them.
     """
 
@@ -359,6 +393,9 @@ class DistributedLock(models.Model):
     expires_at = UTCDateTimeField(_("expires at"))
     min_until = UTCDateTimeField(_("kept until"), null=True, blank=True)
     max_until = UTCDateTimeField(_("held no longer than"), null=True, blank=True)
+    release_requested_at = UTCDateTimeField(
+        _("release requested"), null=True, blank=True
+    )
 
     objects = LockManager()
 

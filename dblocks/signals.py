@@ -31,6 +31,10 @@ lock_released = Signal()
 #: dblocks, at the local deadline at the latest.
 lock_lost = Signal()
 
+#: ``owner``, ``fencing_token``, ``held_for``. Sent in the holder's process, in a thread
+#: of dblocks, when a renewal has told that somebody asks for the lock.
+lock_release_requested = Signal()
+
 #: ``waited``, ``holder``, ``note``, ``retry_after``. Sent when a wait ran out.
 lock_timed_out = Signal()
 
@@ -52,13 +56,40 @@ def log_timeout(error: LockTimeout, waited: float) -> None:
     )
 
 
-def announce_force_release(sender: type, row_key: str, **grant: object) -> None:
+Described = tuple[str, str, "int | None"]
+"""Owner, holder and token of a grant."""
+
+
+def log_request(row_key: str, grant: Described, *, by: object, reason: str) -> None:
+    """Log that the holder of a grant was asked to finish."""
+    logger.info(
+        "release requested key=%(key)r permit=%(permit)s owner=%(owner)s "
+        "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
+        _told(row_key, grant, by=by, reason=reason),
+    )
+
+
+def announce_force_release(
+    sender: type, row_key: str, grant: Described, **how: object
+) -> None:
     """Log that a grant was ended over its holder's head, and send the signal."""
-    key, permit = apart(row_key)
-    grant |= {"key": key, "permit": permit}
+    told = _told(row_key, grant, **how)
     logger.warning(
         "force-released key=%(key)r permit=%(permit)s owner=%(owner)s "
         "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
-        grant,
+        told,
     )
-    lock_force_released.send_robust(sender, **{"backend": None, "using": None, **grant})
+    lock_force_released.send_robust(sender, **{"backend": None, "using": None, **told})
+
+
+def _told(row_key: str, grant: Described, **how: object) -> dict[str, object]:
+    key, permit = apart(row_key)
+    owner, holder, token = grant
+    return {
+        "key": key,
+        "permit": permit,
+        "owner": owner,
+        "holder": holder,
+        "fencing_token": token,
+        **how,
+    }

@@ -76,6 +76,7 @@ CONTRACT = {
     "reentrant_code",
     "releases_in_threads",
     "renewal_races",
+    "requests",
     "sets_and_permits",
     "settings",
     "several_keys",

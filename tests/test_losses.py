@@ -13,7 +13,7 @@ from django.db import OperationalError, connection
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock
-from dblocks.holding import losses
+from dblocks.holding import news
 from dblocks.models import DistributedLock
 from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
@@ -205,10 +205,10 @@ def test_all_have_been_told() -> None:
     told: list[str] = []
     let_go = threading.Event()
     for name in ("one", "two"):
-        losses.apart(lambda name=name: (let_go.wait(0.3), told.append(name)))
-    losses.settle(DEADLINE)
+        news.apart(lambda name=name: (let_go.wait(0.3), told.append(name)))
+    news.settle(DEADLINE)
     assert sorted(told) == ["one", "two"]
-    losses.apart(lambda: let_go.wait(DEADLINE))
+    news.apart(lambda: let_go.wait(DEADLINE))
     with takes(at_least=0.2, at_most=0.2 + SLACK):
-        losses.settle(0.2)
+        news.settle(0.2)
     let_go.set()

@@ -715,6 +715,49 @@ def test_signal_ends_command(commands: Commands, key: str, name: str) -> None:
     assert not distributed_lock(key).locked()
 
 
+#: Says so when it is told to finish, and needs half a second for it.
+FINISHING = (
+    "trap 'echo TERM >> {file}; sleep 0.5; exit 3' TERM; echo $$ > {file}; "
+    "while :; do sleep 0.05; done"
+)
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+def test_asked_for(commands: Commands, key: str, keys: int) -> None:
+    """Who is asked for the lock tells the command, once, and waits for it."""
+    file = commands.file()
+    names = [f"{key}:{number}" for number in range(keys)]
+    process = commands.start(
+        "run_locked", *names, "--lease", "1.5", *shell(FINISHING, file)
+    )
+    commands.pids(file)
+    assert DistributedLock.objects.request_release(names[-1])
+    status, _, said = finish(process)
+    assert status == 3
+    assert file.read_text().split()[1:] == ["TERM"]
+    assert "the lock is asked for" in said
+    assert not distributed_lock(*names).locked()
+
+
+def test_asked_for_in_vain(commands: Commands, key: str) -> None:
+    """With --ignore-requests the command isn't told."""
+    file = commands.file()
+    process = commands.start(
+        "run_locked",
+        key,
+        "--lease=1.5",
+        "--ignore-requests",
+        *shell(FINISHING, file),
+    )
+    commands.pids(file)
+    assert DistributedLock.objects.request_release(key)
+    first = stored(key).expires_at
+    eventually(lambda: stored(key).expires_at > first, what="a renewal")
+    always(lambda: "TERM" not in file.read_text(), during=0.7, what="not told")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 3
+
+
 def test_stop_without_terminal(commands: Commands, key: str) -> None:
     """SIGTSTP stops the command, SIGCONT continues it; the lease is renewed."""
     file = commands.file()

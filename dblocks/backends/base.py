@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, NotSupportedError
 
 from .. import validation
-from ..signals import announce_force_release
+from ..signals import announce_force_release, log_request
 from .gates import Gate
 from .values import (
     Entry,
@@ -256,16 +256,8 @@ class BaseBackend(ABC):
         ended = self.end_grant(row_key, version, age)
         if ended is None:
             return False
-        owner, holder, token = ended
         announce_force_release(
-            type(self),
-            row_key=row_key,
-            backend=self.alias,
-            owner=owner,
-            holder=holder,
-            fencing_token=token,
-            by=by,
-            reason=reason,
+            type(self), row_key, ended, backend=self.alias, by=by, reason=reason
         )
         return True
 
@@ -278,6 +270,37 @@ class BaseBackend(ABC):
             Owner, holder and token of the grant that it ended, if it ended one.
         """
         raise NotSupportedError(f"The backend {self.alias!r} can't force a release.")
+
+    def request_release(
+        self,
+        key: str,
+        *,
+        version: int | None = None,
+        by: object = None,
+        reason: str = "",
+        permit: int | None = None,
+    ) -> bool:
+        """Ask the holder of a key to finish. Nothing is taken away.
+
+        As the method of that name of ``DistributedLock.objects``, which only knows the
+        locks of a database.
+        """
+        row_key = validation.key_of_row(key, permit)
+        asked = self.ask_holder(row_key, version)
+        if asked is None:
+            return False
+        log_request(row_key, asked, by=by, reason=reason)
+        return True
+
+    def ask_holder(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int | None] | None:
+        """Note at a row that is held, with this version or any, that it is asked for.
+
+        Returns:
+            Owner, holder and token of the grant, if there is one.
+        """
+        raise NotSupportedError(f"The backend {self.alias!r} can't ask for a release.")
 
     # Checks
 
@@ -319,11 +342,14 @@ class BaseBackend(ABC):
         return False
 
     def owe(  # noqa: B027
-        self, connection: object, renewal: Renewal, lost: Callable[[str], object]
+        self,
+        connection: object,
+        renewal: Renewal,
+        answer: Callable[[Renewed], object],
     ) -> None:
         """Remember a renewal that only a test's own connection can make.
 
-        ``lost`` is called with the reason if the grant turns out to be lost.
+        ``answer`` is called with what became of it.
         """
 
     def move_clock(self, seconds: float) -> None:

@@ -41,6 +41,7 @@ class _Row:
     holder: str = ""
     note: str = ""
     hold_count: int = 0
+    requested_at: float | None = None
 
 
 class _Table:
@@ -144,6 +145,8 @@ class LocMemBackend(BaseBackend):
                 if reason is None:
                     self._table.rows[grant.key] = _extended(row, now, lease)
                     outcome.extended.add(grant)
+                    if row.requested_at is not None:
+                        outcome.requested.add(grant)
                 else:
                     outcome.lost[grant] = reason
         return outcome
@@ -157,7 +160,7 @@ class LocMemBackend(BaseBackend):
             row = replace(row, hold_count=left)
             if left <= 0:
                 free_at = max(clock.monotonic(), row.min_until)
-                row = replace(row, owner="", expires_at=free_at)
+                row = replace(row, owner="", expires_at=free_at, requested_at=None)
             self._table.rows[grant.key] = row
             return True
 
@@ -193,6 +196,19 @@ class LocMemBackend(BaseBackend):
             self._table.rows[row_key] = _Row(
                 row.version + 1, expires_at=now, holder=row.holder, note=row.note
             )
+        return row.owner, row.holder, row.version
+
+    def ask_holder(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int | None] | None:
+        with self._table.mutex:
+            now = clock.monotonic()
+            row = self._table.row(row_key)
+            is_held = row.owner and row.expires_at > now
+            if not is_held or version not in (None, row.version):
+                return None
+            if row.requested_at is None:
+                self._table.rows[row_key] = replace(row, requested_at=now)
         return row.owner, row.holder, row.version
 
     def check(self) -> Iterator[CheckMessage]:
@@ -244,6 +260,7 @@ def _entry(key: str, row: _Row, now: float) -> Entry:
         acquired_at=_moment(row.acquired_at, now),
         expires_at=_moment(row.expires_at, now),
         remaining=row.expires_at - now,
+        release_requested_at=_moment(row.requested_at, now),
     )
 
 

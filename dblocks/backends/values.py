@@ -136,6 +136,7 @@ class Entry:
     Attributes:
         key: The row's, of which ``lock_key`` and ``permit`` are the parts.
         remaining: Seconds until the key is free by itself; 0 or less: it is.
+        release_requested_at: Since when the holder has been asked to finish.
     """
 
     key: str
@@ -147,6 +148,7 @@ class Entry:
     acquired_at: datetime | None = None
     expires_at: datetime | None = None
     remaining: float = 0.0
+    release_requested_at: datetime | None = None
 
     @property
     def lock_key(self) -> str:
@@ -189,7 +191,13 @@ class Renewal(NamedTuple):
 
 @dataclass(slots=True)
 class Renewed:
-    """What became of renewals. Those in neither set were busy: try again soon."""
+    """What became of renewals.
+
+    Attributes:
+        extended, lost: Those in neither were busy: try again soon.
+        requested: Those whose holder is asked to finish.
+    """
 
     extended: set[Grant] = field(default_factory=set)
     lost: dict[Grant, str] = field(default_factory=dict)
+    requested: set[Grant] = field(default_factory=set)

@@ -11,7 +11,6 @@ import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 from .. import clock, permits
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
-from ..backends.values import FOREVER, Granted, Renewal
-from . import losses
+from ..backends.values import FOREVER, Granted, Renewal, Renewed
+from . import news
 from .owners import Owner
 from .registry import registry
 
@@ -28,6 +27,9 @@ PATIENCE = 1.0
 """Seconds for which passing faults are sat out where the caller's wait is shorter."""
 
 RELEASED = "released"
+
+Callbacks = deque[tuple["weakref.ref[Any]", Callable[[Any], object]]]
+"""Functions, each to be called once, with a lease if that is still referred to."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Hold:
         counted: How many acquisitions are outstanding here.
         written: How many of them the engine has counted.
         promised: Who is about to make a lease of it, weakly.
+        release_requested: The holder is known to have been asked to finish.
         leases: The leases that are open. Weak: what nothing refers to any more is not
             renewed.
         gate: The gate that it was queued for at, kept until it is released.
@@ -128,9 +131,9 @@ class Hold:
         self.renewal_bar = claim.backend.renewal_bar()
         self.test_connection = claim.backend.test_connection()
         self.ref: weakref.ref[Hold] | None = None
-        self.callbacks: deque[tuple[weakref.ref[Any], Callable[[Any], object]]] = (
-            deque()
-        )
+        self.loss_callbacks: Callbacks = deque()
+        self.request_callbacks: Callbacks = deque()
+        self.release_requested = False
         self.mutex = threading.RLock()
         #: Filled once, by whoever ends it first: no mutex, for the timer's sake.
         self._end: dict[str, list[str]] = {}
@@ -204,7 +207,7 @@ class Hold:
     def _lose(self, reason: str) -> None:
         if self._ends(reason):
             self._lost_at = clock.monotonic()
-            losses.tell(self, reason)
+            news.tell_loss(self, reason)
             if self.explicit:
                 registry.note_forfeited(self, self.written)
             registry.discard(self)
@@ -215,6 +218,21 @@ class Hold:
         reason = None if self._end else self._overdue()
         if reason is not None:
             self.lose(reason)
+
+    def note_answer(
+        self, outcome: Renewed, sent: float, lease: float | None = None
+    ) -> bool:
+        """Note what became of a renewal; ``False`` if it is to be tried again."""
+        if self.grant in outcome.requested and not self.release_requested:
+            self.release_requested = True
+            news.tell_request(self)
+        if self.grant in outcome.extended:
+            self.extend(sent, lease)
+        elif self.grant in outcome.lost:
+            self.lose(outcome.lost[self.grant])
+        else:
+            return False
+        return True
 
     def extend(self, sent: float, lease: float | None = None) -> bool:
         """Note a renewal that was sent at ``sent``; too late it brings nothing back."""
@@ -356,88 +374,3 @@ class Hold:
         """What a forked child does with its parent's."""
         self.mutex = threading.RLock()
         self._ends("forked")
-
-
-def release_together(holds: list[Hold], committed: bool) -> list[bool]:
-    """:meth:`Hold.release` for several of one owner; in one statement where it can be.
-
-    Raises:
-        DatabaseError: As there. What could be given back has been.
-    """
-    if len(holds) == 1:
-        return [holds[0].release(committed)]
-    released: dict[Hold, bool] = {}
-
-    def write(hold: Hold) -> None:
-        released[hold] = hold._write_release()
-
-    def write_together(holds: list[Hold]) -> None:
-        for hold, held in _release_last(holds).items():
-            released[hold] = held
-
-    # However one of them ends, the others are written too.
-    with ExitStack() as work:
-        for hold in holds:
-            work.enter_context(hold.mutex)
-        told = [hold._give_back(committed) for hold in holds]
-        due = [hold for hold, held in zip(holds, told, strict=True) if held is None]
-        for explicit in (False, True):
-            alike = [hold for hold in due if hold.explicit is explicit]
-            last = [hold for hold in alike if hold.counted == 0 and not hold._end]
-            if len(last) > 1:
-                alike = [hold for hold in alike if hold not in last]
-                work.callback(write_together, last)
-            for hold in alike:
-                work.callback(write, hold)
-    return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
-
-
-def undo_together(holds: list[Hold], owner: str | None = None) -> None:
-    """Give back what was taken for a set that did not become complete.
-
-    What was granted to that owner, whose id nobody else has, doesn't cool. Raises as
-    :meth:`Hold.release`.
-    """
-    for hold in holds:
-        # An interrupt in what follows may keep those who asked alive for a while.
-        hold.promised = nobody
-    with ExitStack() as work:
-        unused = []
-        for hold in holds:
-            work.enter_context(hold.mutex)
-            if hold.grant.owner == owner and hold.counted == 1 and hold.is_live():
-                hold._give_back(committed=False)
-                unused.append(hold)
-            else:
-                work.callback(hold.release)
-        if unused:
-            work.callback(lambda: _undo(unused))
-
-
-def _undo(holds: list[Hold]) -> None:
-    try:
-        for hold in holds:
-            hold._ends(RELEASED)
-        deadline = min(hold.deadline for hold in holds)
-        holds[0].backend.undo_all([hold.grant for hold in holds], deadline)
-    finally:
-        for hold in holds:
-            hold._asked()
-
-
-def _release_last(holds: list[Hold]) -> dict[Hold, bool]:
-    """Give back the last acquisitions of some grants in one statement."""
-    try:
-        released = holds[0].backend.release_all(
-            [hold.grant for hold in holds],
-            count=None if holds[0].explicit else 0,
-            deadline=min(hold.deadline for hold in holds),
-        )
-    except BaseException:
-        for hold in holds:
-            hold._failed()
-        raise
-    finally:
-        for hold in holds:
-            hold._asked()
-    return {hold: hold._released(hold.grant in released) for hold in holds}

@@ -23,7 +23,7 @@ from django.db import connections
 from .. import clock, forks
 from ..backends.base import BaseBackend, Renewer
 from ..backends.values import Renewed
-from . import losses
+from . import news
 from .holds import Hold
 from .registry import registry
 
@@ -78,7 +78,7 @@ class RenewalScheduler:
         while self._thread is me:
             now = clock.monotonic()
             self._look(now)
-            if not registry.is_empty() or self._used or self._workers or losses.pending:
+            if not registry.is_empty() or self._used or self._workers or news.pending:
                 idle_since, self._used = now, False
             elif now - idle_since >= LINGER:
                 self._thread = None
@@ -99,7 +99,7 @@ class RenewalScheduler:
             else:
                 registry.discard(hold)
         registry.forget(now)
-        losses.start_pending()
+        news.start_pending()
         for backend, batch in _due(live, now).items():
             self._send(backend, batch)
         needed = {hold.backend for hold in live if hold.terms.renew}
@@ -174,7 +174,8 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
         else:
             # Nobody else can see the row; it is renewed when the test next asks.
             hold.extend(now)
-            hold.backend.owe(hold.test_connection, hold.renewal(), hold.lose)
+            answer = partial(hold.note_answer, sent=now)
+            hold.backend.owe(hold.test_connection, hold.renewal(), answer)
     return due
 
 
@@ -229,21 +230,17 @@ class _Worker(threading.Thread):
             outcome = session.renew(list(dict.fromkeys(each for _, each in held)))
         except Exception as error:
             _tell_failure(self._backend, len(held), error)
-        for ref, (grant, _) in held:
+        for ref, _ in held:
             hold = ref()
             if hold is None:
                 continue
-            if grant in outcome.extended:
-                hold.extend(sent)
-            elif grant in outcome.lost:
-                hold.lose(outcome.lost[grant])
-            else:
+            if not hold.note_answer(outcome, sent):
                 hold.renew_at = clock.monotonic() + _soon(hold)
 
 
 def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
     text = "renewal failed backend=%s leases=%d error=%s"
-    losses.apart(partial(logger.warning, text, backend.alias, leases, error))
+    news.apart(partial(logger.warning, text, backend.alias, leases, error))
 
 
 def _soon(hold: Hold) -> float:

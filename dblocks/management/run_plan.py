@@ -91,6 +91,12 @@ def add_command_arguments(parser: CommandParser) -> None:
         help="Time between SIGTERM and SIGKILL for the command when the lease is lost; "
         "at most a third of the lease. Default: 5, or less if a third is less.",
     )
+    add(
+        "--ignore-requests",
+        **FLAG,
+        help="Go on when somebody asks for the lock. Default: send the command a "
+        "SIGTERM, once, and wait for it.",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--shell",
@@ -111,6 +117,7 @@ class Plan:
 
     Attributes:
         numbered: Whether the command is told the number of its permit.
+        heeds_requests: Whether it is told that the lock is asked for.
         engine: What keeps the lock.
         migrates: Whether its table, if it has one, is made first if it is missing.
     """
@@ -119,6 +126,7 @@ class Plan:
     numbered: bool
     wait: float
     kill_after: float
+    heeds_requests: bool
     command: list[str]
     engine: BaseBackend
     migrates: bool
@@ -137,6 +145,7 @@ def make_plan(
     shell: bool,
     django: bool,
     backend: str,
+    ignore_requests: bool,
     from_command_line: bool,
     pythonpath: str | None = None,
     **options: Any,
@@ -164,7 +173,8 @@ def make_plan(
     )
     migrates = django and command[0] == "migrate"
     grace, numbered = _kill_after(kill_after, seconds), permits is not None
-    return Plan(lock, numbered, timeout, grace, argv, engine, migrates)
+    heeds = not ignore_requests
+    return Plan(lock, numbered, timeout, grace, heeds, argv, engine, migrates)
 
 
 def _lock(engine: BaseBackend, *keys: str, lease: float, **options: Any) -> Lock[Any]:

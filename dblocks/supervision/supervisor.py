@@ -34,10 +34,12 @@ class Supervisor:
     The group gets every signal that this process gets. When a lease is lost, or has
     less than ``kill_after`` seconds left because renewals fail, the group gets SIGTERM;
     and SIGKILL when ``kill_after`` or the lease is over, whichever comes first.
-    ``lease.remaining()`` ends before the database would grant the key again.
+    ``lease.remaining()`` ends before the database would grant the key again. When the
+    lock is asked for, the group gets SIGTERM, once, and all the time that it needs.
 
     Attributes:
         kill_after: Seconds between SIGTERM and SIGKILL.
+        heeds_requests: Whether the command is told that the lock is asked for.
         signals: Collects this process's signals, since before the lease was taken.
         say: Called with messages for the user.
         lost: Whether the lease was lost, or could not be trusted to last.
@@ -45,6 +47,7 @@ class Supervisor:
 
     lease: Lease | Leases
     kill_after: float
+    heeds_requests: bool
     signals: Signals
     say: Callable[[str], object]
     lost = False
@@ -59,6 +62,7 @@ class Supervisor:
             of the lease has prevented the start.
         """
         self.lease.on_lost(lambda lease: self.signals.wake())
+        self.lease.on_release_requested(lambda lease: self.signals.wake())
         self.poll = min(POLL, self.lease.remaining() / 12)
         try:
             self.sentinel = Sentinel()
@@ -117,6 +121,10 @@ class Supervisor:
                 if number == signal.SIGCONT:
                     self._resume()
                 self.group.signal(number)
+            if self.heeds_requests and self.lease.release_requested:
+                self.heeds_requests = False
+                self.say("the lock is asked for: SIGTERM tells the command to finish")
+                self.group.signal(signal.SIGTERM)
             stopped = self.group.reap()
             if stopped in _JOB_CONTROL and self.terminal.exists:
                 self._stopped(stopped)

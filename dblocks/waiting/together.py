@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from .. import clock
 from ..backends.gates import Gate
 from ..backends.values import Reading
-from ..holding.holds import Hold, undo_together
+from ..holding.holds import Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
+from ..holding.sets import undo_together
 from .attempt import Attempt
 from .queue import queues
 from .steps import InEventLoop, InThread, run

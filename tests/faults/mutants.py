@@ -157,8 +157,7 @@ MUTANTS = [
     Mutant(
         "renewal by upsert",
         TABLE,
-        "            outcome.extended |= "
-        "_renew_batch(connection, batch, lease, wait, overdue)",
+        "            _renew_batch(connection, outcome, batch, lease, wait, overdue)",
         "            for grant in batch:\n"
         '                _model("DistributedLock")._base_manager.using(\n'
         "                    connection.alias\n"
@@ -264,8 +263,8 @@ MUTANTS = [
     Mutant(
         "a renewal counts from the answer",
         "holding/renewal.py",
-        "                hold.extend(sent)",
-        "                hold.extend(clock.monotonic())",
+        "hold.note_answer(outcome, sent)",
+        "hold.note_answer(outcome, clock.monotonic())",
         ("tests/faults/test_late_answers.py::test_answer_to_a_renewal",),
         quick=MYSQL,
     ),
@@ -402,9 +401,9 @@ MUTANTS = [
     ),
     Mutant(
         "foreign code in the timer",
-        "holding/losses.py",
-        "    apart(news)\n",
-        "    news()\n",
+        "holding/news.py",
+        "            facts,\n        )\n\n    apart(news)\n\n\ndef tell_request",
+        "            facts,\n        )\n\n    news()\n\n\ndef tell_request",
         ("tests/test_losses.py::test_loss_that_cant_be_logged[blocks-default]",),
         quick=SQLITE,
     ),

@@ -80,7 +80,9 @@ class DatabaseBackend(DatabaseChecks):
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: there is no database {using!r} in DATABASES."
             )
-        self._owed: dict[Grant, tuple[object, Renewal, Callable[[str], object]]] = {}
+        self._owed: dict[
+            Grant, tuple[object, Renewal, Callable[[Renewed], object]]
+        ] = {}
         #: The keys that tests have asked for, with the connection and its block.
         self._of_tests: dict[str, tuple[Connection, object]] = {}
 
@@ -188,7 +190,9 @@ class DatabaseBackend(DatabaseChecks):
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
             in_test = transactions.in_test_case(connection)
-            return table.renew(connection, renewals, overdue=in_test)
+            outcome = table.renew(connection, renewals, overdue=in_test)
+            table.read_requests(connection, outcome)
+            return outcome
 
         return run(self.using, renew)
 
@@ -336,6 +340,10 @@ class DatabaseBackend(DatabaseChecks):
         released: bool = self._locks().force_release(key, **which)
         return released
 
+    def request_release(self, key: str, **which: Any) -> bool:
+        requested: bool = self._locks().request_release(key, **which)
+        return requested
+
     def _locks(self) -> Any:
         return apps.get_model("dblocks", "DistributedLock").objects.using(self.using)
 
@@ -349,9 +357,12 @@ class DatabaseBackend(DatabaseChecks):
         return transactions.test_case_is_open(self.using)
 
     def owe(
-        self, connection: object, renewal: Renewal, lost: Callable[[str], object]
+        self,
+        connection: object,
+        renewal: Renewal,
+        answer: Callable[[Renewed], object],
     ) -> None:
-        self._owed[renewal.grant] = connection, renewal, lost
+        self._owed[renewal.grant] = connection, renewal, answer
 
     def _note_test(self, *keys: str) -> None:
         if transactions.in_test_case(connection := connections[self.using]):
@@ -389,8 +400,9 @@ class DatabaseBackend(DatabaseChecks):
         owed = {grant: self._owed.pop(grant) for grant in due}
         renewals = [renewal for _, renewal, _ in owed.values()]
         outcome = table.renew(connection, renewals, overdue=True)
-        for grant, reason in outcome.lost.items():
-            owed[grant][2](reason)
+        table.read_requests(connection, outcome)
+        for _, _, answer in owed.values():
+            answer(outcome)
 
     def move_clock(self, seconds: float) -> None:
         run(self.using, table.make_older, seconds)

@@ -60,6 +60,7 @@ class Statements:
             f"holder = %(holder)s, note = %(note)s, acquired_at = {d.now}, "
             f"min_until = {self._from_now('hold_at_least', cools)}, "
             f"max_until = {self._from_now('max_hold', ends)}, "
+            f"release_requested_at = NULL, "
             f"expires_at = {self.lease_end}, owner = %(owner)s"
         )
 
@@ -126,7 +127,8 @@ class Statements:
         """End what an owner has just got of so many keys; none of it cools."""
         d = self.dialect
         return (
-            f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0 "
+            f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0, "
+            f"release_requested_at = NULL "
             f"WHERE {d.key} IN ({_keys(size)}) AND owner = %(owner)s"
         )
 
@@ -190,7 +192,10 @@ class Statements:
 
     @cached_property
     def _freed(self) -> str:
-        return f"expires_at = CASE {self.cooled} END, owner = '', hold_count = 0"
+        return (
+            f"expires_at = CASE {self.cooled} END, owner = '', hold_count = 0, "
+            f"release_requested_at = NULL"
+        )
 
     @cached_property
     def release(self) -> str:
@@ -203,7 +208,8 @@ class Statements:
         return (
             f"expires_at = CASE WHEN {left} > 0 THEN expires_at "
             f"{self.cooled} END, owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
-            f"hold_count = {left}"
+            f"release_requested_at = CASE WHEN {left} > 0 THEN release_requested_at "
+            f"END, hold_count = {left}"
         )
 
     @lru_cache(maxsize=64)  # noqa: B019
@@ -230,9 +236,27 @@ class Statements:
         d = self.dialect
         return (
             f"UPDATE {d.table} SET version = version + 1, hold_count = 0, "
-            f"acquired_at = NULL, min_until = NULL, max_until = NULL, owner = '', "
-            f"expires_at = {d.now} "
+            f"acquired_at = NULL, min_until = NULL, max_until = NULL, "
+            f"release_requested_at = NULL, owner = '', expires_at = {d.now} "
             f"WHERE {self.this_key} AND version = {d.integer('version')}"
+        )
+
+    @cached_property
+    def request(self) -> str:
+        """Note at a grant that its holder is asked to finish, and since when."""
+        d = self.dialect
+        return (
+            f"UPDATE {d.table} "
+            f"SET release_requested_at = COALESCE(release_requested_at, {d.now}) "
+            f"WHERE {self.current} AND expires_at > {d.now}"
+        )
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def requested(self, size: int) -> str:
+        d = self.dialect
+        return (
+            f"SELECT {d.key}, version FROM {d.table} "
+            f"WHERE {d.key} IN ({_keys(size)}) AND release_requested_at IS NOT NULL"
         )
 
     @lru_cache(maxsize=64)  # noqa: B019
@@ -278,7 +302,8 @@ class Statements:
         text = f"UPDATE {d.table} SET {change} WHERE {current}"
         if not wait:
             text = d.update_unlocked(change, current, size)
-        return text + self._returning(d.key, "version")
+        # Itself: SQLite 3.40 finds every column of a RETURNING clause IS NOT NULL.
+        return text + self._returning(d.key, "version", "release_requested_at")
 
 
 def _keys(size: int) -> str:

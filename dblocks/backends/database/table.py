@@ -216,6 +216,11 @@ def force_release(connection: Connection, key: str, version: int) -> bool:
     return write(connection, "force_release", Grant(key, "", version))
 
 
+def request_release(connection: Connection, grant: Grant) -> bool:
+    """Note that the holder is asked to finish; whether the grant was held."""
+    return write(connection, "request", grant)
+
+
 def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
     """Verify grants in the current transaction and keep others off until its end.
 
@@ -250,7 +255,7 @@ def renew(
     outcome = Renewed()
     for lease, grants in alike.items():
         for batch in _batches(grants):
-            outcome.extended |= _renew_batch(connection, batch, lease, wait, overdue)
+            _renew_batch(connection, outcome, batch, lease, wait, overdue)
     rest = [g for each in alike.values() for g in each if g not in outcome.extended]
     seen = read_all(connection, [grant.key for grant in rest])
     for grant in rest:
@@ -280,16 +285,50 @@ def all_slots(grants: Sequence[Grant]) -> Values:
 
 
 def _renew_batch(
-    connection: Connection, grants: Sequence[Grant], lease: float, *how: bool
-) -> set[Grant]:
+    connection: Connection,
+    outcome: Renewed,
+    grants: Sequence[Grant],
+    lease: float,
+    *how: bool,
+) -> None:
     slots = _filled_up(grants)
     values = {"lease": lease, **all_slots(slots)}
     dialect = dialects.of(connection)
     sql = statements.of(dialect).renew(len(slots), *how)
     if dialect.returns_rows:
-        # A key alone may be the row of the successor, which is renewed along.
-        renewed = set(fetch(connection, sql, values))
-        return {grant for grant in grants if (grant.key, grant.version) in renewed}
+        rows = fetch(connection, sql, values)
+        asked = [row for row in rows if row[2] is not None]
+        outcome.extended |= _those_in(rows, grants)
+        outcome.requested |= _those_in(asked, grants)
+    else:
+        outcome.extended |= _extended(connection, sql, values, grants, lease)
+
+
+def read_requests(connection: Connection, outcome: Renewed) -> None:
+    """Add whose holders are asked to finish, where the renewal's reply didn't tell."""
+    if dialects.of(connection).returns_rows:
+        return
+    for batch in _batches(list(outcome.extended)):
+        slots = _filled_up(batch)
+        text = _texts(connection).requested(len(slots))
+        rows = fetch(connection, text, all_slots(slots))
+        outcome.requested |= _those_in(rows, batch)
+
+
+def _those_in(rows: Sequence[tuple[Any, ...]], grants: Sequence[Grant]) -> set[Grant]:
+    # A key alone may be the row of the successor, which is renewed along.
+    versions = {(key, version) for key, version, *_ in rows}
+    return {grant for grant in grants if (grant.key, grant.version) in versions}
+
+
+def _extended(
+    connection: Connection,
+    sql: str,
+    values: Values,
+    grants: Sequence[Grant],
+    lease: float,
+) -> set[Grant]:
+    """Extend grants without ``RETURNING``; those that were."""
     sent = time.monotonic()
     changed, _ = execute(connection, sql, values)
     if changed == len(grants):

@@ -133,6 +133,11 @@ class RedisBackend(BaseBackend):
     def waiters(self, key: str) -> Waiters:
         return self._server.waiters(validation.key(key))
 
+    def ask_holder(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int | None] | None:
+        return self._server.request_release(row_key, version)
+
     def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:

@@ -203,6 +203,8 @@ class QuorumBackend(RedisBackend):
             reasons = [each.lost[grant] for each in answers if grant in each.lost]
             if extended >= self._majority:
                 renewed.extended.add(grant)
+                if any(grant in each.requested for each in answers):
+                    renewed.requested.add(grant)
             elif len(reasons) > len(self._servers) - self._majority:
                 renewed.lost[grant] = Counter(reasons).most_common(1)[0][0]
         return renewed
@@ -255,12 +257,27 @@ class QuorumBackend(RedisBackend):
     def waiters(self, key: str) -> Waiters:
         return Waiters()
 
+    def ask_holder(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int | None] | None:
+        answers = self._ask(lambda server: server.request_release(row_key, version))
+        # One server would tell the holder; a majority says that there is one.
+        return self._described(answers.values(), self._majority)
+
     def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))
-        ended = [each for each in answers.values() if each is not None]
-        if len(ended) <= len(self._servers) - self._majority:
+        return self._described(
+            answers.values(), len(self._servers) - self._majority + 1
+        )
+
+    def _described(
+        self, answers: Iterable[tuple[str, str, int] | None], least: int
+    ) -> tuple[str, str, int | None] | None:
+        """Return whose grant it was, if as many servers know one."""
+        found = [each for each in answers if each is not None]
+        if len(found) < least:
             return None
-        owner, holder, _ = ended[0]
+        owner, holder, _ = found[0]
         return owner, holder, None

@@ -45,10 +45,10 @@ end
 
 local function describe(row)
   local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
-    'expires', 'max_until', 'count')
+    'expires', 'max_until', 'count', 'requested')
   if not f[4] then return {} end
   return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
-    number(f[7]) - now, number(f[8]), number(f[6])}
+    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9])}
 end
 
 local function first(queue, alive)
@@ -162,7 +162,7 @@ local max_until = now + max_hold
 local expires = now + math.min(lease, max_hold)
 redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
   'version', whole(version), 'acquired', whole(now), 'expires', whole(expires),
-  'min_until', whole(now + at_least), 'max_until', whole(max_until))
+  'min_until', whole(now + at_least), 'max_until', whole(max_until), 'requested', 0)
 keep(row, math.max(expires, now + at_least))
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
@@ -200,7 +200,7 @@ for i, version in ipairs(found) do
   redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
     'count', 1, 'version', whole(version), 'acquired', whole(now),
     'expires', whole(expires), 'min_until', whole(now + at_least),
-    'max_until', whole(max_until))
+    'max_until', whole(max_until), 'requested', 0)
   keep(row, math.max(expires, now + at_least))
 end
 return found
@@ -229,7 +229,8 @@ for i = 1, #KEYS / 4 do
       redis.call('HSET', row, 'count', count)
     else
       local free_at = undo and now or math.max(now, number(f[4]))
-      redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at))
+      redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at),
+        'requested', 0)
       keep(row, free_at)
       if redis.call('EXISTS', queue) > 0 then
         if free_at <= now then
@@ -254,7 +255,8 @@ RENEW = _script("""
 local answers = {}
 for i, row in ipairs(KEYS) do
   local owner, version, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
-  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until')
+  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until',
+    'requested')
   local expires = number(f[3])
   if f[1] == owner and (version == '' or f[2] == version) and expires > now then
     expires = math.max(expires, math.min(now + lease, number(f[4])))
@@ -265,14 +267,14 @@ for i, row in ipairs(KEYS) do
     elseif ARGV[1] ~= '' then
       redis.call('HSET', row, 'count', ARGV[1])
     end
-    answers[i] = 1
+    answers[i] = number(f[5]) > 0 and 2 or 1
   else
     answers[i] = describe(row)
   end
 end
 return answers
 """)
-"""Extend grants.
+"""Extend grants; 2 of those whose holder is asked to finish, 1 of others.
 
 Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or nothing;
 owner, version (nothing: any) and lease of each.
@@ -373,6 +375,19 @@ end
 """)
 """Let time pass, for tests. Keys: queue and row of each. Argument: how much."""
 
+REQUEST_RELEASE = _script("""
+local row = KEYS[1]
+local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'holder', 'requested')
+if not f[1] or f[1] == '' or number(f[3]) <= now then return {} end
+if ARGV[1] ~= '' and f[2] ~= ARGV[1] then return {} end
+if number(f[5]) == 0 then redis.call('HSET', row, 'requested', whole(now)) end
+return {f[1], f[4], number(f[2])}
+""")
+"""Ask the holder of a key to finish.
+
+Key: row. Argument: the version, or nothing for any.
+"""
+
 FORCE_RELEASE = _script("""
 local queue, alive, rung, row = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local f = redis.call('HMGET', row, 'owner', 'version', 'acquired', 'expires', 'holder')
@@ -381,7 +396,8 @@ if f[1] == '' and number(f[4]) <= now then return {} end
 if not f[2] or (ARGV[1] ~= '' and f[2] ~= ARGV[1]) then return {} end
 if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
 redis.call('HSET', row, 'owner', '', 'count', 0, 'version', whole(version + 1),
-  'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0)
+  'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0,
+  'requested', 0)
 keep(row, now)
 ring(queue, alive, rung)
 return {f[1], f[5], version}

@@ -153,8 +153,10 @@ class Server:
             rows = [self.row(grant.key) for grant, _ in batch]
             answers = self.client.run(scripts.RENEW, rows, arguments)
             for (grant, _), answer in zip(batch, answers, strict=True):
-                if answer == 1:
+                if answer in (1, 2):
                     renewed.extended.add(grant)
+                    if answer == 2:
+                        renewed.requested.add(grant)
                 else:
                     seen = self._reading(answer)
                     renewed.lost[grant] = seen.reason_for(grant) or "taken"
@@ -217,7 +219,7 @@ class Server:
     def _reading(self, answer: Sequence[Any]) -> Reading:
         if not answer:
             return Reading()
-        owner, holder, note, version, acquired, remaining, limit, _, _ = answer
+        owner, holder, note, version, acquired, remaining, limit, *_ = answer
         return Reading(
             owner=owner.decode(),
             holder=holder.decode(),
@@ -264,6 +266,7 @@ class Server:
             acquired_at=seen.acquired_at,
             expires_at=_moment(answer[8]),
             remaining=seen.remaining,
+            release_requested_at=_moment(answer[9]),
         )
 
     def _find(self, key: str | None) -> list[str]:
@@ -282,18 +285,33 @@ class Server:
             if cursor == "0":
                 return sorted(found)
 
+    def request_release(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int] | None:
+        """Ask the holder of a row to finish; return owner, holder and version."""
+        arguments = ["" if version is None else version]
+        return _described(
+            self.client.run(scripts.REQUEST_RELEASE, [self.row(row_key)], arguments)
+        )
+
     def force_release(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int] | None:
         """Free a row; return owner, holder and version of the grant that it ended."""
-        answer = self.client.run(
-            scripts.FORCE_RELEASE,
-            [*self._queue(apart(row_key)[0]), self.row(row_key)],
-            ["" if version is None else version, _micro(age)],
+        return _described(
+            self.client.run(
+                scripts.FORCE_RELEASE,
+                [*self._queue(apart(row_key)[0]), self.row(row_key)],
+                ["" if version is None else version, _micro(age)],
+            )
         )
-        if not answer:
-            return None
-        return answer[0].decode(), answer[1].decode(), answer[2]
+
+
+def _described(answer: Any) -> tuple[str, str, int] | None:
+    """Return owner, holder and version of a grant, if the answer names one."""
+    if not answer:
+        return None
+    return answer[0].decode(), answer[1].decode(), answer[2]
 
 
 def _act() -> str:

@@ -27,6 +27,12 @@ def moment(milliseconds: int) -> datetime:
     return datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
 
 
+def granted_at(content: nodes.Content, stat: Any) -> int:
+    """Return when a node's key was granted, in milliseconds of the server's clock."""
+    # Of one that waited first, when its node was written again.
+    return content.since or int(stat.mtime)
+
+
 def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
     """Return what a node tells of who has a key."""
     return Reading(
@@ -34,8 +40,7 @@ def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
         holder=content.holder,
         note=content.note,
         version=stat.czxid,
-        # Of one that waited first, when its node was written again.
-        acquired_at=moment(stat.mtime),
+        acquired_at=moment(granted_at(content, stat)),
         remaining=lease,
     )
 
@@ -127,6 +132,7 @@ class Asking:
         version: int,
         sent: float,
         owner: str | None = None,
+        written: int = 0,
     ) -> Granted:
         request = self._request
         grant = Grant(key, owner or request.owner, version)
@@ -137,6 +143,7 @@ class Asking:
             session.id,
             expires_at=sent + min(request.lease, request.max_hold),
             max_until=sent + request.max_hold,
+            written=written,
         )
         session.grants[key, grant.owner] = held
         return Granted(grant, request.max_hold)
@@ -154,7 +161,14 @@ class Asking:
         if stat is not None:
             key, owner = place.request.key, place.request.owner
             granted = self._granted(
-                session, key, place.folder, place.name, stat.czxid, sent, owner
+                session,
+                key,
+                place.folder,
+                place.name,
+                stat.czxid,
+                sent,
+                owner,
+                written=stat.version,
             )
             if place.keep():
                 return granted

@@ -24,7 +24,7 @@ from ..values import (
     Waiters,
 )
 from . import nodes
-from .asking import Asking, moment, reading
+from .asking import Asking, granted_at, moment, reading
 from .connection import ERRORS, PASSING, Address
 from .places import Place
 from .sessions import Held, Session, opened, patiently, session
@@ -174,6 +174,8 @@ class ZooKeeperBackend(BaseBackend):
             for ((grant, lease), held), stat in zip(alive, stats, strict=True):
                 if stat is not None and session.extend(held, sent + lease):
                     outcome.extended.add(grant)
+                    if stat.version > held.written:
+                        outcome.requested.add(grant)
 
         patiently(self._address, patience, ask)
         for grant, _ in renewals:
@@ -285,8 +287,9 @@ class ZooKeeperBackend(BaseBackend):
                 content.note,
                 hold_count=1 if mine is None else mine.count,
                 version=stat.czxid,
-                acquired_at=moment(stat.mtime),
+                acquired_at=moment(granted_at(content, stat)),
                 remaining=self.lease,
+                release_requested_at=moment(stat.mtime) if content.since else None,
             )
 
     def waiters(self, key: str) -> Waiters:
@@ -304,6 +307,23 @@ class ZooKeeperBackend(BaseBackend):
 
         return patiently(self._address, FOR_OPERATORS, ask)
 
+    def ask_holder(
+        self, row_key: str, version: int | None
+    ) -> tuple[str, str, int | None] | None:
+        def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
+            while True:
+                found = _holders(session, [row_key], give_up)
+                if not found or version not in (None, found[0][3].czxid):
+                    return None
+                _, path, content, stat = found[0]
+                if content.waits:
+                    return None
+                asked = content._replace(since=granted_at(content, stat)).written()
+                if content.since or session.rewrite(path, asked, stat.version, give_up):
+                    return content.owner, content.holder, stat.czxid
+
+        return patiently(self._address, FOR_OPERATORS, ask)
+
     def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
@@ -312,7 +332,8 @@ class ZooKeeperBackend(BaseBackend):
             for _, path, content, stat in _holders(session, [row_key], give_up):
                 if version not in (None, stat.czxid):
                     return None
-                if age and session.now(path, give_up) - stat.mtime < age * 1000:
+                since = granted_at(content, stat)
+                if age and session.now(path, give_up) - since < age * 1000:
                     return None
                 if session.remove([path], give_up)[0]:
                     return content.owner, content.holder, stat.czxid

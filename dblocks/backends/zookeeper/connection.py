@@ -11,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
     AuthFailedError,
+    BadVersionError,
     ConnectionLoss,
     KazooException,
     NoAuthError,
@@ -298,6 +299,15 @@ class Connection:
             return self.wait(sent, give_up - clock.monotonic())
         except NoNodeError:
             return None
+
+    def rewrite(self, path: str, content: bytes, version: int, give_up: float) -> bool:
+        """Write into a node that nobody has written since; ``False`` if not so."""
+        try:
+            sent = self.client.set_async(path, content, version)
+            self.wait(sent, give_up - clock.monotonic())
+        except (NoNodeError, BadVersionError):
+            return False
+        return True
 
     def now(self, path: str, give_up: float) -> int:
         """Return the server's clock, in milliseconds: it tells by a write."""

@@ -68,11 +68,19 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 class Content(NamedTuple):
-    """Who has a place, for people; the owner only of one that holds or will hold."""
+    """Who has a place, for people; the owner only of one that holds or will hold.
+
+    Attributes:
+        waits: It waits for a key that is not its own yet.
+        since: When it was granted, in milliseconds of the server's clock, if it was
+            written again because the holder is asked to finish.
+    """
 
     owner: str = ""
     holder: str = ""
     note: str = ""
+    waits: bool = False
+    since: int = 0
 
     def written(self) -> bytes:
         return json.dumps(self._asdict()).encode()
@@ -86,7 +94,15 @@ class Content(NamedTuple):
             return cls()
         if not isinstance(found, dict):
             return cls()
-        return cls(*(str(found.get(name, "")) for name in cls._fields))
+        since = found.get("since")
+        owner, holder, note = (str(found.get(x, "")) for x in cls._fields[:3])
+        return cls(
+            owner,
+            holder,
+            note,
+            waits=found.get("waits") is True,
+            since=since if isinstance(since, int) else 0,
+        )
 
 
 def hosts(location: object) -> str:

@@ -103,7 +103,9 @@ class Place(Gate):
         places = session.children([self.folder], give_up)[0]
         while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
             request = self.request
-            content = nodes.Content(request.owner, request.holder, request.note)
+            content = nodes.Content(
+                request.owner, request.holder, request.note, waits=True
+            )
             taken = session.take(
                 {self.folder: places is None}, self._mark, content.written(), give_up
             )

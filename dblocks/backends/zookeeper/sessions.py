@@ -50,6 +50,7 @@ class Held:
         folder, place: Its node.
         session_id: The session that the node lives and dies with.
         count: How many holds the owner has.
+        written: How often the node has been written; more often by who asks for it.
         expires_at: Local clock at which the node is deleted if nothing renews it.
         max_until: Local clock beyond which no renewal moves that.
     """
@@ -61,6 +62,7 @@ class Held:
     expires_at: float
     max_until: float
     count: int = 1
+    written: int = 0
 
     @property
     def path(self) -> str:

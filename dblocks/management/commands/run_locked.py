@@ -17,7 +17,7 @@ from django.db import connections
 
 from ...backends.values import Reading
 from ...exceptions import LockError
-from ...holding import losses, owners
+from ...holding import news, owners
 from ...leases import Lease, Leases
 from ...waiting import queue
 from ...waiting.attempt import Attempt
@@ -119,7 +119,9 @@ exit status:
                 if skip_if_locked:
                     return
                 self.fail(_conflict(plan, waiter.seen), conflict_exit_code)
-            supervisor = Supervisor(lease, plan.kill_after, self.signals, self._tell)
+            supervisor = Supervisor(
+                lease, plan.kill_after, plan.heeds_requests, self.signals, self._tell
+            )
             try:
                 status = supervisor.run(plan.command, _environment(plan, lease))
                 if status is None:
@@ -130,7 +132,7 @@ exit status:
             self._tell(f"{loss(lease)}; the command may not have been alone")
         if released is False or supervisor.lost:
             status = lost_exit_code
-            losses.settle(TELLING)
+            news.settle(TELLING)
         if status:
             sys.exit(status)
 

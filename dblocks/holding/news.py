@@ -1,4 +1,4 @@
-"""Telling of losses, each in a thread of its own.
+"""Telling of losses, and of requests to finish, each in a thread of its own.
 
 A log handler, a callback or a receiver of the signal may block or raise whatever it
 likes: it keeps no deadline waiting, no renewal, and no other lease's news.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from django.db import connections
 
 from .. import clock, forks
-from ..signals import lock_lost
+from ..signals import lock_lost, lock_release_requested
 
 if TYPE_CHECKING:
-    from .holds import Hold
+    from .holds import Callbacks, Hold
 
 logger = logging.getLogger("dblocks")
 
@@ -30,12 +30,12 @@ pending: deque[Callable[[], object]] = deque()
 forks.in_child(pending.clear)
 
 
-def tell(hold: Hold, reason: str) -> None:
+def tell_loss(hold: Hold, reason: str) -> None:
     """Log that a hold is lost, run its callbacks and send the signal."""
     facts = hold.facts(held_for=clock.monotonic() - hold.started, reason=reason)
 
     def news() -> None:
-        _run_callbacks(hold)
+        _run(hold.loss_callbacks)
         hold.leave_gate()
         _guarded(lock_lost.send_robust, hold.sender, **facts)
         # Last: handlers wait for each other.
@@ -49,9 +49,26 @@ def tell(hold: Hold, reason: str) -> None:
     apart(news)
 
 
-def call_back(hold: Hold) -> None:
-    """Run the callbacks of a hold that is lost already."""
-    apart(lambda: _run_callbacks(hold))
+def tell_request(hold: Hold) -> None:
+    """Log that the holder is asked to finish, run callbacks and send the signal."""
+    facts = hold.facts(held_for=clock.monotonic() - hold.started)
+
+    def news() -> None:
+        _run(hold.request_callbacks)
+        _guarded(lock_release_requested.send_robust, hold.sender, **facts)
+        _guarded(
+            logger.info,
+            "asked to release key=%(key)r permit=%(permit)s backend=%(backend)s "
+            "owner=%(owner)s fencing_token=%(fencing_token)s held_for=%(held_for).3f",
+            facts,
+        )
+
+    apart(news)
+
+
+def call_back(callbacks: Callbacks) -> None:
+    """Run callbacks whose news is known already."""
+    apart(lambda: _run(callbacks))
 
 
 def apart(function: Callable[[], object]) -> None:
@@ -92,10 +109,10 @@ def _run_one() -> None:
         connections.close_all()
 
 
-def _run_callbacks(hold: Hold) -> None:
+def _run(callbacks: Callbacks) -> None:
     with suppress(IndexError):
         while True:
-            ref, callback = hold.callbacks.popleft()
+            ref, callback = callbacks.popleft()
             lease = ref()
             if lease is not None:
                 _guarded(callback, lease)
@@ -106,4 +123,4 @@ def _guarded(function: Callable[..., object], *args: object, **kwargs: object) -
         function(*args, **kwargs)
     except BaseException:
         with suppress(BaseException):
-            logger.exception("failed when a lease was lost: %r", function)
+            logger.exception("failed when told of a lease: %r", function)

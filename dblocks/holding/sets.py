@@ -1,0 +1,92 @@
+"""Giving back the holds of several keys, in one statement where that can be."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from .holds import RELEASED, Hold, nobody
+
+
+def release_together(holds: list[Hold], committed: bool) -> list[bool]:
+    """:meth:`Hold.release` for several of one owner; in one statement where it can be.
+
+    Raises:
+        DatabaseError: As there. What could be given back has been.
+    """
+    if len(holds) == 1:
+        return [holds[0].release(committed)]
+    released: dict[Hold, bool] = {}
+
+    def write(hold: Hold) -> None:
+        released[hold] = hold._write_release()
+
+    def write_together(holds: list[Hold]) -> None:
+        for hold, held in _release_last(holds).items():
+            released[hold] = held
+
+    # However one of them ends, the others are written too.
+    with ExitStack() as work:
+        for hold in holds:
+            work.enter_context(hold.mutex)
+        told = [hold._give_back(committed) for hold in holds]
+        due = [hold for hold, held in zip(holds, told, strict=True) if held is None]
+        for explicit in (False, True):
+            alike = [hold for hold in due if hold.explicit is explicit]
+            last = [hold for hold in alike if hold.counted == 0 and not hold._end]
+            if len(last) > 1:
+                alike = [hold for hold in alike if hold not in last]
+                work.callback(write_together, last)
+            for hold in alike:
+                work.callback(write, hold)
+    return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
+
+
+def undo_together(holds: list[Hold], owner: str | None = None) -> None:
+    """Give back what was taken for a set that did not become complete.
+
+    What was granted to that owner, whose id nobody else has, doesn't cool. Raises as
+    :meth:`Hold.release`.
+    """
+    for hold in holds:
+        # An interrupt in what follows may keep those who asked alive for a while.
+        hold.promised = nobody
+    with ExitStack() as work:
+        unused = []
+        for hold in holds:
+            work.enter_context(hold.mutex)
+            if hold.grant.owner == owner and hold.counted == 1 and hold.is_live():
+                hold._give_back(committed=False)
+                unused.append(hold)
+            else:
+                work.callback(hold.release)
+        if unused:
+            work.callback(lambda: _undo(unused))
+
+
+def _undo(holds: list[Hold]) -> None:
+    try:
+        for hold in holds:
+            hold._ends(RELEASED)
+        deadline = min(hold.deadline for hold in holds)
+        holds[0].backend.undo_all([hold.grant for hold in holds], deadline)
+    finally:
+        for hold in holds:
+            hold._asked()
+
+
+def _release_last(holds: list[Hold]) -> dict[Hold, bool]:
+    """Give back the last acquisitions of some grants in one statement."""
+    try:
+        released = holds[0].backend.release_all(
+            [hold.grant for hold in holds],
+            count=None if holds[0].explicit else 0,
+            deadline=min(hold.deadline for hold in holds),
+        )
+    except BaseException:
+        for hold in holds:
+            hold._failed()
+        raise
+    finally:
+        for hold in holds:
+            hold._asked()
+    return {hold: hold._released(hold.grant in released) for hold in holds}
