@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .distributed_locks import distributed_lock
     from .exceptions import InvalidKey, LeaseLost, LockError, LockTimeout
     from .fencing import FencedModel
+    from .keys import make_key
     from .leases import Lease, Leases, current_lease
     from .locks import Lock
     from .transaction_locks import TransactionLock, transaction_lock
@@ -27,6 +28,7 @@ __all__ = [
     "TransactionLock",
     "current_lease",
     "distributed_lock",
+    "make_key",
     "transaction_lock",
 ]
 
@@ -38,6 +40,7 @@ _MODULES = {
     "TransactionLock": "transaction_locks",
     "current_lease": "leases",
     "distributed_lock": "distributed_locks",
+    "make_key": "keys",
     "transaction_lock": "transaction_locks",
 }
 

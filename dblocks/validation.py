@@ -41,10 +41,10 @@ class Unset:
 UNSET = Unset()
 
 
-def key(value: object) -> str:
+def key(value: object, longest: int = MAX_KEY) -> str:
     """Return the name of a lock; anything else is an ``InvalidKey``."""
     try:
-        name = text("key", value, MAX_KEY, empty=False)
+        name = text("key", value, longest, empty=False)
     except (TypeError, ValueError) as error:
         raise InvalidKey(str(error)) from None
     if SEPARATOR in name:
