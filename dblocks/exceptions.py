@@ -29,6 +29,7 @@ class LockTimeout(LockError):
     Attributes:
         key: The key that was asked for; of several, the one that stayed taken.
         permit: The permit that will be free first, or ``None`` without permits.
+        backend: The alias of the backend in the setting ``DBLOCKS``.
         timeout: How long the caller was ready to wait, in seconds.
         holder: Who has it, for people (host, process, thread), or ``""``.
         note: The holder's note, or ``""``.
@@ -46,9 +47,11 @@ class LockTimeout(LockError):
         acquired_at: datetime | None = None,
         retry_after: float = 0.0,
         permit: int | None = None,
+        backend: str = "default",
     ) -> None:
         self.key = key
         self.permit = permit
+        self.backend = backend
         self.timeout = timeout
         self.holder = holder
         self.note = note

@@ -264,6 +264,7 @@ class Lock(Generic[L]):
         error = LockTimeout(
             attempt.key,
             permit=seen.permit,
+            backend=self.backend,
             timeout=attempt.timeout,
             holder=seen.holder,
             note=seen.note,

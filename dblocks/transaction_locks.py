@@ -162,7 +162,7 @@ class TransactionLock:
                 f"The backend {backend.alias!r} keeps no rows that a transaction could "
                 f"lock; use distributed_lock."
             )
-        wait = self._wait or RowWait(backend.timeout)
+        wait = (self._wait or RowWait(backend.timeout))._replace(backend=self.backend)
         using = backend.using
         connection = connections[using]
         if using != DEFAULT_DB_ALIAS and not in_transaction(connection):

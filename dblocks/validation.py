@@ -218,6 +218,7 @@ class RowWait(NamedTuple):
 
     timeout: float | None
     skip: bool = False
+    backend: str = "default"
 
 
 def row_wait(nowait: object, skip_locked: object, patience: object) -> RowWait | None:

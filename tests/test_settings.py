@@ -141,6 +141,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "short lease": ({"default": {"LEASE": 0.05}}, "LEASE"),
     "long lease": ({"default": {"LEASE": 366 * 86400 + 1}}, "LEASE"),
     "timeout of a string": ({"default": {"TIMEOUT": "3"}}, "TIMEOUT"),
+    "short retry": ({"default": {"RETRY_AFTER": 0.5}}, "RETRY_AFTER"),
+    "long retry": ({"default": {"RETRY_AFTER": 366 * 86400 + 1}}, "RETRY_AFTER"),
+    "endless retry": ({"default": {"RETRY_AFTER": float("inf")}}, "RETRY_AFTER"),
+    "retry of None": ({"default": {"RETRY_AFTER": None}}, "RETRY_AFTER"),
+    "retry of a string": ({"default": {"RETRY_AFTER": "5"}}, "RETRY_AFTER"),
     "negative timeout": ({"default": {"TIMEOUT": -1}}, "TIMEOUT"),
     "endless timeout": ({"default": {"TIMEOUT": float("inf")}}, "TIMEOUT"),
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from django.template.response import TemplateResponse
 from django.test import RequestFactory
 from django.test.utils import CaptureQueriesContext
 from django.urls import ResolverMatch
+from django.utils import translation
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.cache import never_cache
@@ -85,8 +88,42 @@ def test_locked(site: Site, lock: Any, elsewhere: Lease) -> None:
     response = site.serve(lock()(inside)).get("/")
     assert response.status_code == 423
     assert response.reason_phrase == "Locked"
-    assert 15 <= int(response["Retry-After"]) <= 21
+    assert response["Retry-After"] == "5"
     assert "no-store" in response["Cache-Control"]
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "most"),
+    [(1, 1, 1), (1.5, 2, 2), (timedelta(seconds=7), 7, 7), (60, 15, 21)],
+    ids=str,
+)
+@pytest.mark.parametrize("form", [distributed_lock, row_lock])
+@pytest.mark.parametrize("escapes", [False, True], ids=["answered", "escapes"])
+def test_retry_after(
+    site: Site,
+    settings: Any,
+    key: str,
+    elsewhere: Lease,
+    form: Any,
+    escapes: bool,
+    value: Any,
+    least: int,
+    most: int,
+) -> None:
+    """A lease's rest says little: RETRY_AFTER of the lock's own backend bounds it."""
+    settings.DBLOCKS = {"default": {}, "apart": {"RETRY_AFTER": value}}
+    settings.MIDDLEWARE = [MIDDLEWARE]
+    locked = form(key, timeout=0, backend="apart")
+    view = partial(in_a_block, locked) if escapes else locked(inside)
+    response = site.serve(view).get("/")
+    assert response.status_code == 423
+    assert least <= int(response["Retry-After"]) <= most
+
+
+def in_a_block(lock: Any, request: HttpRequest) -> HttpResponse:
+    """A view that takes a lock inside."""
+    with lock:
+        return inside(request)
 
 
 def test_not_locked(site: Site, lock: Any) -> None:
@@ -129,11 +166,12 @@ def test_discreet(
     [
         (None, "text/plain"),
         ("*/*", "text/plain"),
-        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/plain"),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", "text/html"),
+        ("text/html;q=0.4, text/plain;q=0.5", "text/plain"),
         ("application/json", "application/json"),
         ("application/json, text/plain, */*", "application/json"),
         ("text/html;q=0.5, application/json", "application/json"),
-        ("application/json;q=0.2, text/html", "text/plain"),
+        ("application/json;q=0.2, text/html", "text/html"),
         ("image/png", "text/plain"),
     ],
     ids=str,
@@ -141,7 +179,7 @@ def test_discreet(
 def test_kind_of_answer(
     site: Site, lock: Any, elsewhere: Lease, accept: str | None, kind: str
 ) -> None:
-    """Plain text, or JSON where the request prefers that."""
+    """HTML for browsers, JSON where the request prefers that, else plain text."""
     headers = {"accept": accept} if accept else {}
     response = site.serve(lock()(inside)).get("/", headers=headers)
     assert response.status_code == 423
@@ -168,6 +206,48 @@ def test_template(
         assert response.content.decode() == expected
 
 
+@pytest.mark.parametrize("engines", [True, False], ids=["engines", "no engine"])
+@pytest.mark.parametrize(
+    ("language", "again", "resend"),
+    [
+        ("en", "Try again", "Go back to the page before and send it once more."),
+        ("ja", "もう一度試す", "前のページに戻って、もう一度送信してください。"),
+        ("zh-hans", "重试", "请返回上一页，再发送一次。"),
+    ],
+)
+def test_stock_page(
+    site: Site,
+    settings: Any,
+    lock: Any,
+    elsewhere: Lease,
+    language: str,
+    again: str,
+    resend: str,
+    engines: bool,
+) -> None:
+    """A browser is shown what happened and a way back, without script."""
+    if not engines:
+        settings.TEMPLATES = []
+    client = site.serve(lock()(inside))
+    headers = {"accept": "text/html,*/*;q=0.8"}
+    with translation.override(language):
+        shown = client.get("/order/5/?page=2", headers=headers)
+        sent = client.post("/order/5/", headers=headers)
+    page, refusal = shown.content.decode(), sent.content.decode()
+    assert shown.status_code == sent.status_code == 423
+    assert f'<html lang="{language}" dir="ltr">' in page
+    assert re.search(r"<title>.+</title>", page)
+    assert "5" in page.partition("<main>")[2]
+    # A link to nowhere leads to the page itself, with its query.
+    assert f'<a href="">{again}</a>' in page
+    assert resend not in page
+    # A link would forget what was sent.
+    assert "<a" not in refusal
+    assert resend in refusal
+    assert "<script" not in page + refusal
+    assert "order/5" not in page + refusal
+
+
 @pytest.mark.parametrize("lease", [0.4, 1.2], ids=["less than a second", "more"])
 def test_whole_seconds(site: Site, lock: Any, key: str, lease: float) -> None:
     """Retry-After is rounded up to whole seconds, at least one."""
@@ -182,7 +262,7 @@ def test_cooling(site: Site, lock: Any, other: OtherThread) -> None:
     other.do(lock(hold_at_least=30).acquire).release()
     response = site.serve(lock()(inside)).get("/")
     assert response.status_code == 423
-    assert 25 <= int(response["Retry-After"]) <= 30
+    assert response["Retry-After"] == "5"
 
 
 def test_key_of_the_url(site: Site, key: str) -> None:
@@ -732,7 +812,7 @@ def test_middleware(
     }[kind]
     response = ask(view, accept="application/json")
     assert response.status_code == 423
-    assert 15 <= int(response["Retry-After"]) <= 21
+    assert response["Retry-After"] == "5"
     assert key not in response.content.decode()
 
 

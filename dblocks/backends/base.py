@@ -59,7 +59,9 @@ class BaseBackend(ABC):
     has_movable_clock = True
     #: What it raises when it can't be reached, or can't do what it was asked to.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
-    #: Names that its entry in ``DBLOCKS`` may have besides those of every engine.
+    #: Names that its entry in ``DBLOCKS`` may have, as that of every engine.
+    common_names = frozenset({"BACKEND", "LEASE", "TIMEOUT", "RETRY_AFTER", "OPTIONS"})
+    #: Names that it may have besides.
     setting_names: frozenset[str] = frozenset()
     #: Names that ``OPTIONS`` may have; ``None`` for those of another library.
     option_names: frozenset[str] | None = frozenset()
@@ -67,7 +69,7 @@ class BaseBackend(ABC):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         self.alias = alias
         self.options: dict[str, Any] = config["OPTIONS"]
-        known = {"BACKEND", "LEASE", "TIMEOUT", "OPTIONS", *self.setting_names}
+        known = {*self.common_names, *self.setting_names}
         options = self.option_names
         for place, unknown in [
             (f"DBLOCKS[{alias!r}]", set(config) - known),
@@ -83,6 +85,9 @@ class BaseBackend(ABC):
         try:
             self.lease = validation.lease(config["LEASE"], "LEASE")
             self.timeout = validation.timeout(config["TIMEOUT"], "TIMEOUT")
+            self.retry_after = validation.bounded(
+                "RETRY_AFTER", config["RETRY_AFTER"], 1.0
+            )
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
 

@@ -6,49 +6,74 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.template import TemplateDoesNotExist, loader
+from django.template import Context, Engine, Template, TemplateDoesNotExist, loader
 from django.utils.cache import add_never_cache_headers
 from django.utils.translation import ngettext
 from django.views import View
 
+from ..conf import backends
 from ..exceptions import LockTimeout
 from .templates import clean_note
+
+STOCK_PAGE = Path(__file__).parent.parent / "templates" / "dblocks" / "423.html"
 
 
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     """Return the answer 423 Locked, which says when to come again and nothing else.
 
+    When that is, the holder's lease can end, or the setting ``RETRY_AFTER`` is over:
+    most holders are done long before their lease.
+
     The project's template ``423.html``, with ``retry_after`` (seconds) in its context;
-    without one plain text; JSON where the request prefers it.
+    without one a small page for those who ask for HTML, else plain text; JSON where
+    the request prefers it.
     """
-    seconds = max(1, math.ceil(error.retry_after))
+    rest = min(error.retry_after, backends[error.backend].retry_after)
+    seconds = max(1, math.ceil(rest))
     text = ngettext(
         "Somebody else is at work on this. Try again in %(seconds)d second.",
         "Somebody else is at work on this. Try again in %(seconds)d seconds.",
         seconds,
     ) % {"seconds": seconds}
     http = django_request(request)
-    types = ["text/html", "text/plain", "application/json"]
+    # Plain text first: who takes anything is a program.
+    kind = http.get_preferred_type(["text/plain", "text/html", "application/json"])
     response: HttpResponse
-    if http.get_preferred_type(types) == "application/json":
+    if kind == "application/json":
         response = JsonResponse({"detail": text, "retry_after": seconds})
     else:
         try:
             template = loader.get_template("423.html")
         except TemplateDoesNotExist:
-            response = HttpResponse(text, content_type="text/plain; charset=utf-8")
+            response = _stock_response(text, http, is_page=kind == "text/html")
         else:
             response = HttpResponse(template.render({"retry_after": seconds}, http))
     response.status_code = 423
     response["Retry-After"] = str(seconds)
     add_never_cache_headers(response)
     return response
+
+
+def _stock_response(text: str, request: HttpRequest, *, is_page: bool) -> HttpResponse:
+    if not is_page:
+        return HttpResponse(text, content_type="text/plain; charset=utf-8")
+    is_safe = request.method in {"GET", "HEAD"}
+    page = _stock_page().render(Context({"text": text, "is_safe": is_safe}))
+    return HttpResponse(page)
+
+
+@cache
+def _stock_page() -> Template:
+    """Return the page's template, whatever the project's engines can load."""
+    engine = Engine(libraries={"i18n": "django.templatetags.i18n"})
+    return engine.from_string(STOCK_PAGE.read_text(encoding="utf-8"))
 
 
 def request_of(args: tuple[Any, ...], has_self: bool) -> HttpRequest | None:

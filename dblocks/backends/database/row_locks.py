@@ -97,6 +97,7 @@ class _Wait:
         leased = seen if seen is not None and seen.remaining > 0 else Reading()
         error = LockTimeout(
             self.key,
+            backend=self.how.backend,
             timeout=self.how.timeout,
             holder=leased.holder,
             note=leased.note,
