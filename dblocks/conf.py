@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
@@ -41,11 +42,17 @@ class Backends:
             raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
         merged = {DEFAULT_ALIAS: DEFAULTS}
         for alias, config in given.items():
-            is_dict = isinstance(config, Mapping)
-            merged[alias] = {**DEFAULTS, **config} if is_dict else {}
-            if not isinstance(merged[alias].get("OPTIONS"), Mapping):
+            if alias in DEFAULTS or not isinstance(config, Mapping):
+                entry = {alias: config} if alias in DEFAULTS else {"LEASE": 30}
                 raise ImproperlyConfigured(
-                    f"DBLOCKS[{alias!r}] and its OPTIONS must be dicts, not {config!r}."
+                    f"DBLOCKS maps aliases to dicts, and has {alias!r}: {config!r}. "
+                    f"Write DBLOCKS = {{{DEFAULT_ALIAS!r}: {entry!r}}}."
+                )
+            merged[alias] = {**DEFAULTS, **config}
+            options = merged[alias]["OPTIONS"]
+            if not isinstance(options, Mapping):
+                raise ImproperlyConfigured(
+                    f"DBLOCKS[{alias!r}]['OPTIONS'] must be a dict, not {options!r}."
                 )
         return merged
 
@@ -67,6 +74,11 @@ class Backends:
         return made.get(alias) or made.setdefault(alias, self._make(alias))
 
     def _make(self, alias: str) -> BaseBackend:
+        if apps.ready and not apps.is_installed(__package__):
+            raise ImproperlyConfigured(
+                "dblocks can't keep locks for a project that doesn't have it: add "
+                "'dblocks' to INSTALLED_APPS, and run manage.py migrate."
+            )
         config = self._config(alias)
         path = config["BACKEND"]
         try:

@@ -7,6 +7,7 @@ value, naming the argument and showing what was passed.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -174,6 +175,8 @@ def lease(value: object, name: str = "lease") -> float:
 
 def timeout(value: object, name: str = "timeout") -> float | None:
     """Return how long to wait; ``None`` is for ever."""
+    if value == math.inf:
+        raise ValueError(f"{name} must be finite, not {value!r}: None waits for ever")
     return None if value is None else duration(name, value)
 
 

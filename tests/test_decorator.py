@@ -452,6 +452,34 @@ def test_none(template: str, value: Any) -> None:
         locked(value)
 
 
+@pytest.mark.parametrize(
+    ("template", "kind", "words"),
+    [
+        ("{value.user.pk}", AttributeError, "'dict' object has no attribute 'user'"),
+        ("{value[pk]}", LookupError, "KeyError: 'pk'"),
+    ],
+    ids=["attribute", "item"],
+)
+@pytest.mark.parametrize("name", ["key", "note"])
+def test_field_that_leads_nowhere(
+    template: str, kind: type[Exception], words: str, name: str, key: str
+) -> None:
+    """What a value lacks is an error that names the template and the function."""
+    asked = {"key": (template, "n"), "note": (key, template)}
+    text, note = asked[name]
+    locked = distributed_lock(text, note=note)(any_value)
+    with pytest.raises(kind) as caught:
+        locked({})
+    message = str(caught.value)
+    assert f"{template} of the {name}'s template {template!r} of any_value()" in message
+    assert words in message
+    assert isinstance(caught.value.__cause__, (AttributeError, KeyError))
+
+
+def any_value(value: Any) -> None:
+    """Take a value."""
+
+
 def test_default_that_is_none() -> None:
     """So is a default."""
     with pytest.raises(InvalidKey, match=r"\{value\}.*None"):

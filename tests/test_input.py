@@ -86,6 +86,14 @@ def test_out_of_range(committed: None, argument: str, value: object) -> None:
         distributed_lock("k", **{argument: value}).try_acquire()  # type: ignore[arg-type]
 
 
+def test_endless_wait(committed: None) -> None:
+    """Who wants to wait for ever is told how."""
+    with refused(ValueError, "timeout", "inf", "None waits for ever"):
+        distributed_lock("k", timeout=INFINITE)
+    with refused(ValueError, "timeout", "inf", "None waits for ever"):
+        distributed_lock("k").acquire(timeout=INFINITE)
+
+
 @pytest.mark.parametrize("value", [-1, -0.5, 0.05, 99999999999.5], ids=repr)
 def test_out_of_range_shows_the_value(committed: None, value: float) -> None:
     """The message about a value out of range shows the value."""

@@ -119,6 +119,48 @@ def test_unknown_alias(form: str, key: str) -> None:
             getattr(lock, form)()
 
 
+def test_setting_without_an_alias(settings: Any, key: str) -> None:
+    """Who forgets the alias is shown where it goes."""
+    for value in ({"LEASE": 30}, {"OPTIONS": {"using": "default"}}):
+        settings.DBLOCKS = value
+        with pytest.raises(ImproperlyConfigured) as caught:
+            distributed_lock(key).locked()
+        assert "DBLOCKS maps aliases to dicts" in str(caught.value)
+        assert f"Write DBLOCKS = {{'default': {value!r}}}." in str(caught.value)
+        settings.DBLOCKS = {"default": value}
+        assert not distributed_lock(key).locked()
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        ({"LEASES": 5}, "BACKEND, LEASE, OPTIONS, RETRY_AFTER, TIMEOUT"),
+        ({"OPTIONS": {"database": "x"}}, "session_locks, using"),
+        ({"BACKEND": MEMORY, "OPTIONS": {"using": "x"}}, "none"),
+    ],
+    ids=repr,
+)
+def test_names_that_are_known(settings: Any, key: str, config: Any, known: str) -> None:
+    """An unknown name is answered with those that are known."""
+    settings.DBLOCKS = {"default": config}
+    with pytest.raises(ImproperlyConfigured, match=f"; it may have {known}[.]"):
+        distributed_lock(key).locked()
+
+
+@pytest.mark.parametrize("path", [DATABASE, MEMORY])
+def test_forgotten_app(settings: Any, key: str, path: str) -> None:
+    """A project that doesn't have the app is told to add it."""
+    apps = [app for app in settings.INSTALLED_APPS if not app.startswith("dblocks")]
+    settings.DBLOCKS = {"default": {"BACKEND": path}}
+    with (
+        override_settings(INSTALLED_APPS=apps),
+        pytest.raises(ImproperlyConfigured, match="add 'dblocks' to INSTALLED_APPS"),
+    ):
+        distributed_lock(key).try_acquire()
+    with distributed_lock(key):
+        pass
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "no dict": ("default", "DBLOCKS"),
     "a list": ([{"BACKEND": DATABASE}], "DBLOCKS"),

@@ -28,6 +28,15 @@ from .values import (
 )
 
 
+def _refuse_unknown(place: str, given: Iterable[str], known: frozenset[str]) -> None:
+    unknown = set(given) - known
+    if unknown:
+        raise ImproperlyConfigured(
+            f"{place} has unknown names: {', '.join(sorted(map(str, unknown)))}; "
+            f"it may have {', '.join(sorted(known)) or 'none'}."
+        )
+
+
 class Renewer(Protocol):
     """What a renewal thread renews through."""
 
@@ -69,19 +78,10 @@ class BaseBackend(ABC):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         self.alias = alias
         self.options: dict[str, Any] = config["OPTIONS"]
-        known = {*self.common_names, *self.setting_names}
-        options = self.option_names
-        for place, unknown in [
-            (f"DBLOCKS[{alias!r}]", set(config) - known),
-            (
-                f"DBLOCKS[{alias!r}]['OPTIONS']",
-                set() if options is None else set(self.options) - options,
-            ),
-        ]:
-            if unknown:
-                raise ImproperlyConfigured(
-                    f"{place} has unknown names: {', '.join(sorted(unknown))}."
-                )
+        place = f"DBLOCKS[{alias!r}]"
+        _refuse_unknown(place, config, self.common_names | self.setting_names)
+        if self.option_names is not None:
+            _refuse_unknown(f"{place}['OPTIONS']", self.options, self.option_names)
         try:
             self.lease = validation.lease(config["LEASE"], "LEASE")
             self.timeout = validation.timeout(config["TIMEOUT"], "TIMEOUT")

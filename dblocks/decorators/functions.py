@@ -167,7 +167,8 @@ class LeaseCalls(_Calls):
                     )
                 self.refuse_async()
                 return self.arun(args, kwargs, of_view)
-            transactions.warn_if_late(self.name)
+            below = views.is_below_api_view(self.wrapper, request.resolver_match)
+            transactions.warn_if_late(self.name, below_api_view=below)
             under = partial(transactions.under, aliases)
         lock = self._lock_for(args, kwargs, of_view)
         try:

@@ -92,16 +92,21 @@ class RequestTransactions:
     def _has_no_lock(self, alias: str) -> bool:
         return not any(lease._is_in_database(alias) for lease in self.leases)
 
-    def warn_if_late(self, name: str) -> None:
+    def warn_if_late(self, name: str, *, below_api_view: bool) -> None:
         """Warn if Django began the request's transaction before the lock was taken."""
         late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
         if late and not self.opened:
+            what_to_do = (
+                "Put it above @api_view."
+                if below_api_view
+                else "Decorate the whole view (for a class method_decorator(…, "
+                'name="dispatch")).'
+            )
             warn(
                 f"{name}: ATOMIC_REQUESTS began the transaction on {late[0]!r} before "
                 f"the lock is taken. The lock is kept until that transaction ends, but "
                 f"what was read before may be old, and the commit isn't guarded. "
-                f"Decorate the whole view (for a class method_decorator(…, "
-                f'name="dispatch")).'
+                f"{what_to_do}"
             )
 
 

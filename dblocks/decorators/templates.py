@@ -34,13 +34,14 @@ class CallTexts:
     """
 
     def __init__(self, keys: Sequence[Key], note: Text, function: Any) -> None:
-        self._keys, self._note = [_Key(key) for key in keys], _Note(note)
+        name = name_of(function)
+        self._keys, self._note = [_Key(key, name) for key in keys], _Note(note, name)
         self._signature: inspect.Signature | None = None
         makers = [*self._keys, self._note]
         if any(maker.fields for maker in makers):
             self._signature = _signature(function)
             for maker in makers:
-                maker.check_fields(self._signature, name_of(function))
+                maker.check_fields(self._signature)
 
     def make(self, args: Args, kwargs: Kwargs) -> tuple[str | tuple[str, ...], str]:
         """Return the keys of a call, of which one that is alone is a ``str``, and the
@@ -99,8 +100,9 @@ class _Maker(string.Formatter):
     malformed: type[ValueError]
     accept: Callable[[object], str]
 
-    def __init__(self, text: Any) -> None:
+    def __init__(self, text: Any, function: str) -> None:
         self.text = text
+        self.function = function
         self.fields: set[str] = set()
         self.literal: str | None = None
         if isinstance(text, str):
@@ -135,13 +137,24 @@ class _Maker(string.Formatter):
             return kwargs[key]
         except KeyError:
             raise TypeError(
-                f"the {self.name}'s template has the field {{{key}}}, and the call has "
-                f"no argument of that name"
+                f"the {self.name}'s template {self.text!r} has the field {{{key}}}, "
+                f"and the call of {self.function}() has no argument of that name"
             ) from None
 
-    def check_fields(self, signature: inspect.Signature, name: str) -> None:
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (AttributeError, LookupError) as error:
+            kind = AttributeError if isinstance(error, AttributeError) else LookupError
+            raise kind(
+                f"the field {{{field_name}}} of the {self.name}'s template "
+                f"{self.text!r} of {self.function}() leads nowhere: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def check_fields(self, signature: inspect.Signature) -> None:
         """Raise ``TypeError`` for a field that no argument can fill."""
-        parameters = signature.parameters
+        parameters, name = signature.parameters, self.function
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         template = f"the {self.name}'s template {self.text!r}"
         for field in sorted(self.fields):
@@ -174,8 +187,9 @@ class _Key(_Maker):
         value, first = super().get_field(field_name, args, kwargs)
         if value is None:
             raise InvalidKey(
-                f"the field {{{field_name}}} of the key's template is None: all "
-                f"calls without a value would share one lock"
+                f"the field {{{field_name}}} of the key's template {self.text!r} of "
+                f"{self.function}() is None: all calls without a value would share "
+                f"one lock"
             )
         return value, first
 

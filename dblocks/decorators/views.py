@@ -14,6 +14,7 @@ from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template import Context, Engine, Template, TemplateDoesNotExist, loader
+from django.urls import ResolverMatch
 from django.utils.cache import add_never_cache_headers
 from django.utils.translation import ngettext
 from django.views import View
@@ -132,12 +133,20 @@ def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> b
     view = _view_of(function, args)
     if view is not None:
         return kind is not None and isinstance(view, kind)
-    names = attrgetter("__module__", "__name__")
-    if kind is not None and names(kind) == names(wrapper):
-        # REST framework's api_view() makes a class of the function's name.
+    if is_below_api_view(wrapper, match):
         return True
     method = getattr(getattr(function, "func", None), "__func__", None)
     return any(layer is function or layer is method for layer in _layers(target))
+
+
+def is_below_api_view(wrapper: Any, match: ResolverMatch | None) -> bool:
+    """Tell whether REST framework's ``api_view()`` has made a view of a function.
+
+    It makes a class of the function's name.
+    """
+    kind = getattr(match and match.func, "cls", None)
+    names = attrgetter("__module__", "__name__")
+    return kind is not None and bool(names(kind) == names(wrapper))
 
 
 def _layers(target: Any) -> Iterator[Any]:
