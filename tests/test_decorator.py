@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import pickle
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.core.management import call_command
+from django.core.management.base import BaseCommand, CommandError
 from django.db import connection, transaction
 from django.utils.decorators import method_decorator
 
@@ -1260,6 +1262,57 @@ def test_command(key: str) -> None:
     with hold_elsewhere(f"decorated:{number}"), pytest.raises(LockTimeout):
         call_command(decorated.Command(), number)
     assert call_command(decorated.Command(), number) == "handled"
+
+
+class ByMethodDecorator(decorated.Command):
+    """A command that is decorated as a class."""
+
+    @method_decorator(distributed_lock("decorated:{options[number]}", timeout=0))
+    def handle(self, *args: Any, **options: Any) -> str:
+        return "handled"
+
+
+class ByTransaction(decorated.Command):
+    """A command in a transaction."""
+
+    @transaction_lock("decorated:{options[number]}", nowait=True)
+    def handle(self, *args: Any, **options: Any) -> str:
+        return "handled"
+
+
+@pytest.mark.parametrize(
+    "command", [decorated.Command, ByMethodDecorator, ByTransaction]
+)
+def test_command_that_is_locked_out(
+    command: type[BaseCommand], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command ends with one line and status 75, and its caller with a LockTimeout."""
+    number = next(NUMBERS)
+    with hold_elsewhere(f"decorated:{number}", note="by hand") as theirs:
+        with pytest.raises(LockTimeout) as caught:
+            call_command(command(), number)
+        with pytest.raises(SystemExit) as ended:
+            command().run_from_argv(["manage.py", "decorated", str(number)])
+    error = caught.value
+    assert isinstance(error, CommandError)
+    assert (error.key, error.note, error.timeout) == (theirs.key, "by hand", 0)
+    assert error.retry_after > 0
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), vars(again), str(again)) == (
+        *(type(error), vars(error), str(error)),
+    )
+    assert ended.value.code == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"The lock '{theirs.key}' was not free" in line
+    assert call_command(command(), number) == "handled"
+
+
+def test_function_that_a_command_calls() -> None:
+    """The error of any other function is its own."""
+    number = next(NUMBERS)
+    with hold_elsewhere(f"decorated:{number}"), pytest.raises(LockTimeout) as caught:
+        decorated.by_callable(number)
+    assert type(caught.value) is LockTimeout
 
 
 def test_celery_task() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from types import FrameType, FunctionType
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from types import FrameType, FunctionType, MethodType
+from typing import Any, TypeVar
 
 from asgiref.sync import iscoroutinefunction
 
 from ..conf import backends
+
+T = TypeVar("T")
 
 TASK_METHODS = ("apply_async", "delay", "enqueue", "send", "defer", "call_local")
 """What the tasks of Celery, RQ, Django, dramatiq, procrastinate and Huey have."""
@@ -78,3 +82,24 @@ def is_bare(key: object, caller: FrameType) -> bool:
         return False
     named = list(caller.f_locals.values())
     return not any(value is key or value is function for value in named)
+
+
+def bound_to(kind: type[T], function: Any, args: tuple[Any, ...]) -> T | None:
+    """Return the object of a class whose method is called, if it is one's."""
+    # method_decorator() hands over a partial of the bound method.
+    owners = (getattr(layer, "__self__", None) for layer in layers(function))
+    return next((one for one in (*args[:1], *owners) if isinstance(one, kind)), None)
+
+
+def layers(target: Any) -> Iterator[Any]:
+    """Yield a callable and what it calls, as far as it says what that is."""
+    while target is not None:
+        yield target
+        if isinstance(target, partial):
+            target = target.func
+        elif isinstance(target, MethodType):
+            target = target.__func__
+        elif hasattr(target, "__wrapped__") or inspect.isroutine(target):
+            target = getattr(target, "__wrapped__", None)
+        else:
+            target = type(target).__call__

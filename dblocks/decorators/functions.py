@@ -15,6 +15,7 @@ from django.http import HttpRequest
 from ..exceptions import LockTimeout
 from ..validation import UNSET
 from . import views
+from .commands import raise_again
 from .debugging import LateWork, queries_seen, warn_of_queries
 from .decoratable import check_decoratable, is_async, name_of
 from .requests import OwnTransactions, RequestTransactions
@@ -227,7 +228,7 @@ class LeaseCalls(_Calls):
         if self.skip:
             return None
         if on_locked == "raise" or of_view is None:
-            raise error
+            raise_again(self.function, args, error)
         return views.locked_response(of_view, error)
 
 
@@ -253,7 +254,7 @@ class RowCalls(_Calls):
                 row = block.enter_context(lock)
             except LockTimeout as error:
                 if of_view is None:
-                    raise
+                    raise_again(self.function, args, error)
                 return views.locked_response(of_view, error)
             if row is None:
                 return None

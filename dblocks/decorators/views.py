@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
@@ -21,6 +18,7 @@ from django.views import View
 
 from ..conf import backends
 from ..exceptions import LockTimeout
+from .decoratable import bound_to, layers
 from .templates import clean_note
 
 STOCK_PAGE = Path(__file__).parent.parent / "templates" / "dblocks" / "423.html"
@@ -110,16 +108,9 @@ def view_note(request: HttpRequest | None) -> str:
     return clean_note(f"{request.method} {route or '/'}")
 
 
-def _view_of(function: Any, args: tuple[Any, ...]) -> View | None:
-    """Return the class-based view whose method is called, if it is one's."""
-    # method_decorator() hands over a partial of the bound method.
-    owners = (getattr(layer, "__self__", None) for layer in _layers(function))
-    return next((one for one in (*args[:1], *owners) if isinstance(one, View)), None)
-
-
 def is_async_view(function: Any, args: tuple[Any, ...]) -> bool:
     """Tell whether a method of an async class-based view is called."""
-    return getattr(_view_of(function, args), "view_is_async", False)
+    return getattr(bound_to(View, function, args), "view_is_async", False)
 
 
 def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> bool:
@@ -130,13 +121,13 @@ def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> b
     target: Any = match.func
     function = wrapper.__wrapped__
     kind = getattr(target, "view_class", None) or getattr(target, "cls", None)
-    view = _view_of(function, args)
+    view = bound_to(View, function, args)
     if view is not None:
         return kind is not None and isinstance(view, kind)
     if is_below_api_view(wrapper, match):
         return True
     method = getattr(getattr(function, "func", None), "__func__", None)
-    return any(layer is function or layer is method for layer in _layers(target))
+    return any(layer is function or layer is method for layer in layers(target))
 
 
 def is_below_api_view(wrapper: Any, match: ResolverMatch | None) -> bool:
@@ -147,17 +138,3 @@ def is_below_api_view(wrapper: Any, match: ResolverMatch | None) -> bool:
     kind = getattr(match and match.func, "cls", None)
     names = attrgetter("__module__", "__name__")
     return kind is not None and bool(names(kind) == names(wrapper))
-
-
-def _layers(target: Any) -> Iterator[Any]:
-    """Yield a callable and what it calls, as far as it says what that is."""
-    while target is not None:
-        yield target
-        if isinstance(target, partial):
-            target = target.func
-        elif isinstance(target, MethodType):
-            target = target.__func__
-        elif hasattr(target, "__wrapped__") or inspect.isroutine(target):
-            target = getattr(target, "__wrapped__", None)
-        else:
-            target = type(target).__call__

@@ -13,12 +13,12 @@ from django.db import NotSupportedError, connections
 from ..backends.base import BaseBackend
 from ..backends.database import dialects
 from ..conf import backends
+from ..decorators.commands import CONFLICT as CONFLICT
 
 NOTHING_DONE = 1
 # From sysexits.h.
 USAGE = 64
 UNAVAILABLE = 69
-CONFLICT = 75
 LOST = 76
 CONFIG = 78
 NOT_FOUND = 127  # the shell's
