@@ -2,7 +2,7 @@
 
 Errors concern the settings alone. What concerns a server is a warning and tagged
 ``database``: ``manage.py check --database default`` asks for it, after ``migrate`` in a
-deployment. Each has a section in the documentation, on the page about checks.
+deployment. Each has a section in the documentation, where its hint leads.
 
 E001: A backend in ``DBLOCKS`` can't be made as it is configured. The message names the
     alias and the value.

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -60,13 +61,22 @@ def found(
     ]
 
 
+def documentation() -> str:
+    """Return the address of the documentation, as the package names it."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["metadata"]["project_urls"].strip().splitlines()
+    return dict(line.split(" = ") for line in lines)["Documentation"]
+
+
 def the_one(number: str, messages: Found) -> str:
     """Return the text of the only message, which must be this one."""
     (message,) = messages
     assert message.id == f"dblocks.{number}"
     level = {"E": django_checks.ERROR, "W": django_checks.WARNING}[number[0]]
     assert message.level == level
-    assert "python -m pydoc dblocks.checks" in str(message.hint)
+    section = f"checks.html#dblocks-{number.lower()}"
+    assert str(message.hint).endswith(f" See {documentation()}{section}")
     assert re.search(rf"^{number}: ", str(checks.__doc__), re.MULTILINE)
     assert len(str(message.hint)) > 40
     return message.msg
@@ -121,8 +131,8 @@ def test_first_migrate() -> None:
     }
 
 
-def test_hints_lead_somewhere() -> None:
-    """Where a hint leads exists for whoever has installed the package."""
+def test_checks_without_the_web() -> None:
+    """What each check means is in the package too, for whoever has installed it."""
     shown = subprocess.run(
         [sys.executable, "-m", "pydoc", "dblocks.checks"],
         cwd=ROOT,

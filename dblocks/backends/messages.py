@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from django.core import checks
 
+PAGE = "https://django-dblocks.readthedocs.io/en/latest/checks.html"
+"""The documentation's page about checks, which has a section for each."""
+
 
 def error(check: str, message: str, hint: str) -> checks.Error:
-    return checks.Error(message, hint=_hint(hint), id=f"dblocks.{check}")
+    return checks.Error(message, hint=_hint(check, hint), id=f"dblocks.{check}")
 
 
 def warning(check: str, message: str, hint: str) -> checks.Warning:
-    return checks.Warning(message, hint=_hint(hint), id=f"dblocks.{check}")
+    return checks.Warning(message, hint=_hint(check, hint), id=f"dblocks.{check}")
 
 
-def _hint(text: str) -> str:
-    # Whoever has installed the package has its docstrings, and not its documentation.
-    return f'{text} ("python -m pydoc dblocks.checks" says more.)'
+def _hint(check: str, text: str) -> str:
+    return f"{text} See {PAGE}#dblocks-{check.lower()}"
