@@ -74,11 +74,6 @@ class Backends:
         return made.get(alias) or made.setdefault(alias, self._make(alias))
 
     def _make(self, alias: str) -> BaseBackend:
-        if apps.ready and not apps.is_installed(__package__):
-            raise ImproperlyConfigured(
-                "dblocks can't keep locks for a project that doesn't have it: add "
-                "'dblocks' to INSTALLED_APPS, and run manage.py migrate."
-            )
         config = self._config(alias)
         path = config["BACKEND"]
         try:
@@ -90,6 +85,11 @@ class Backends:
         if not isinstance(kind, type) or not issubclass(kind, BaseBackend):
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: {path!r} is no backend of locks."
+            )
+        if kind.has_table and apps.ready and not apps.is_installed(__package__):
+            raise ImproperlyConfigured(
+                "The project has no lock table: add 'dblocks' to INSTALLED_APPS, and "
+                "run manage.py migrate."
             )
         return kind(alias, config)
 
