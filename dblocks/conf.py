@@ -24,6 +24,24 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def telemetry_keys() -> tuple[str, ...]:
+    """``DBLOCKS_TELEMETRY_KEYS``: shell patterns of the keys that telemetry may name.
+
+    Raises:
+        ImproperlyConfigured: It is neither ``True`` nor ``False`` nor a list of them.
+    """
+    given = getattr(settings, "DBLOCKS_TELEMETRY_KEYS", False)
+    if isinstance(given, bool):
+        return ("*",) if given else ()
+    is_list = isinstance(given, list | tuple | set | frozenset)
+    if not is_list or not all(isinstance(pattern, str) for pattern in given):
+        raise ImproperlyConfigured(
+            f"DBLOCKS_TELEMETRY_KEYS must be True, False or a list of patterns such "
+            f"as 'nightly-*', not {given!r}."
+        )
+    return tuple(given)
+
+
 class Backends:
     """The backends of the process, one object an alias, made when first used."""
 

@@ -109,6 +109,8 @@ class Lease(LeaseBlock):
             news.call_back(self._hold.request_callbacks)
 
     def _tell_released(self) -> None:
+        if (observer := signals.observer) is not None:
+            observer.released(self._hold)
         if logger.isEnabledFor(logging.DEBUG) or signals.lock_released.receivers:
             facts = self._hold.facts(held_for=clock.monotonic() - self._hold.started)
             logger.debug(

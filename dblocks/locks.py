@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -71,6 +73,7 @@ class Lock(Generic[L]):
     def __post_init__(self) -> None:
         self._entered: dict[owners.Owner, list[L]] = {}
         self._is_literal = True
+        self._templates: Mapping[str, str] = {}
         self._is_one = len(self.keys) == 1
 
     def __repr__(self) -> str:
@@ -88,11 +91,16 @@ class Lock(Generic[L]):
         decorated: F = LeaseCalls.decorate(self, function)
         return decorated
 
-    def for_call(self, keys: str | tuple[str, ...], note: str) -> Lock[Any]:
+    def for_call(
+        self, keys: str | tuple[str, ...], note: str, templates: Mapping[str, str]
+    ) -> Lock[Any]:
         """Return the same lock for one call of a decorated function.
 
         The decorator has made the keys, of which a lock that has one is given alone,
         and the note, and sees to ``on_locked`` itself.
+
+        Args:
+            templates: The template that each key was made from, if it was.
         """
         lock: Lock[Any] = object.__new__(Lock)
         is_one = isinstance(keys, str)
@@ -103,6 +111,7 @@ class Lock(Generic[L]):
             on_locked=None,
             _entered={},
             _is_literal=False,
+            _templates=templates,
             _is_one=is_one,
         )
         validation.permits(self.permits, of_one=is_one)
@@ -225,6 +234,7 @@ class Lock(Generic[L]):
                 wait,
                 started,
                 self.permits,
+                template=self._templates.get(key),
             )
             for key in keys
         ]
@@ -280,7 +290,7 @@ class Lock(Generic[L]):
             return self._leases(attempts, holds)
         return await call_in_thread(
             attempts[0].backend,
-            lambda: self._leases(attempts, holds),
+            partial(copy_context().run, self._leases, attempts, holds),
             lambda found: found._release_now(),
         )
 
@@ -325,6 +335,8 @@ class Lock(Generic[L]):
 
 
 def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
+    if (observer := signals.observer) is not None:
+        observer.acquired(attempt, lease._hold)
     if logger.isEnabledFor(logging.DEBUG) or signals.lock_acquired.receivers:
         facts = lease._hold.facts(waited=clock.monotonic() - attempt.started)
         logger.debug(

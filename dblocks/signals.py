@@ -11,11 +11,16 @@ several keys that are taken together each has signals of its own.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING, Protocol
 
 from django.dispatch import Signal
 
 from .exceptions import LockTimeout
 from .permits import apart
+
+if TYPE_CHECKING:
+    from .holding.holds import Hold
+    from .waiting.attempt import Attempt
 
 logger = logging.getLogger("dblocks")
 
@@ -42,6 +47,25 @@ lock_timed_out = Signal()
 #: (who did it: a user, a name or ``None``), ``reason`` (free text), ``using`` (the
 #: alias of the database; ``backend`` is ``None``).
 lock_force_released = Signal()
+
+
+class Observer(Protocol):
+    """Is told what the first four signals tell, with less effort; must not raise.
+
+    Where they are sent, and what is acquired in the context of who acquires it.
+    """
+
+    def acquired(self, attempt: Attempt, hold: Hold) -> None: ...
+
+    def timed_out(self, attempt: Attempt) -> None: ...
+
+    def released(self, hold: Hold) -> None: ...
+
+    def lost(self, hold: Hold, held_for: float, reason: str) -> None: ...
+
+
+#: Set by :mod:`dblocks.telemetry`.
+observer: Observer | None = None
 
 
 def log_timeout(error: LockTimeout, waited: float) -> None:

@@ -66,6 +66,8 @@ class BaseBackend(ABC):
     has_own_leases = True
     #: Whether tests can let time pass for the locks.
     has_movable_clock = True
+    #: What OpenTelemetry's semantic conventions call its server (``db.system.name``).
+    system: str | None = None
     #: What it raises when it can't be reached, or can't do what it was asked to.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
     #: Names that its entry in ``DBLOCKS`` may have, as that of every engine.

@@ -19,7 +19,7 @@ from .commands import raise_again
 from .debugging import LateWork, queries_seen, warn_of_queries
 from .decoratable import check_decoratable, is_async, name_of
 from .requests import OwnTransactions, RequestTransactions
-from .templates import Args, CallTexts, Kwargs, function_note
+from .templates import Args, CallText, CallTexts, Kwargs, function_note
 
 if TYPE_CHECKING:
     from ..locks import Lock
@@ -81,9 +81,7 @@ class _Calls:
         """Run a sync function, or begin to run an async class-based view."""
         raise NotImplementedError
 
-    def make_texts(
-        self, args: Args, kwargs: Kwargs
-    ) -> tuple[str | tuple[str, ...], str]:
+    def make_texts(self, args: Args, kwargs: Kwargs) -> CallText:
         """Return the keys and the note of a call."""
         if not settings.DEBUG:
             return self.texts.make(args, kwargs)
@@ -209,10 +207,10 @@ class LeaseCalls(_Calls):
     def _lock_for(
         self, args: Args, kwargs: Kwargs, of_view: HttpRequest | None
     ) -> Lock[Any]:
-        keys, note = self.make_texts(args, kwargs)
+        keys, note, templates = self.make_texts(args, kwargs)
         if not self.lock.note:
             note = views.view_note(of_view) or self._default_note
-        return self.lock.for_call(keys, note)
+        return self.lock.for_call(keys, note, templates)
 
     def _locked_out(
         self,
@@ -245,7 +243,7 @@ class RowCalls(_Calls):
             self.skip = "skip_locked=True"
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
-        lock = self.lock.with_keys(self.make_texts(args, kwargs)[0])
+        lock = self.lock.with_keys(self.make_texts(args, kwargs).keys)
         request, of_view = self.requests(args)
         if request is not None and views.is_async_view(self.function, args):
             self.refuse_async()

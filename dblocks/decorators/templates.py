@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import validation
 from ..exceptions import InvalidKey
@@ -22,6 +22,19 @@ Text = str | Callable[..., str]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+class CallText(NamedTuple):
+    """What was made for one call.
+
+    Attributes:
+        keys: The keys, of which one that is alone is a ``str``.
+        templates: The template that each key was made from; a callable has none.
+    """
+
+    keys: str | tuple[str, ...]
+    note: str
+    templates: dict[str, str]
 
 
 class CallTexts:
@@ -43,10 +56,8 @@ class CallTexts:
             for maker in makers:
                 maker.check_fields(self._signature)
 
-    def make(self, args: Args, kwargs: Kwargs) -> tuple[str | tuple[str, ...], str]:
-        """Return the keys of a call, of which one that is alone is a ``str``, and the
-        note.
-        """
+    def make(self, args: Args, kwargs: Kwargs) -> CallText:
+        """Return the keys and the note of a call."""
         values: dict[str, Any] = {}
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
@@ -58,7 +69,12 @@ class CallTexts:
         if len(made) > 1:
             each = ((one,) if isinstance(one, str) else one for one in made)
             keys = validation.keys(chain.from_iterable(each))
-        return keys, self._note.make(args, kwargs, values)
+        templates = {
+            one: key.text
+            for key, one in zip(self._keys, made, strict=True)
+            if isinstance(key.text, str)
+        }
+        return CallText(keys, self._note.make(args, kwargs, values), templates)
 
 
 def function_note(function: Any) -> str:

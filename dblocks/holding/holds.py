@@ -73,6 +73,7 @@ class Claim:
         by: The line of execution that asks.
         owner: The explicit owner's id, or ``None``.
         sender: The sender of the signals.
+        template: What a decorator made the key from, if it did.
         loop: The event loop that it asks in, if it does; closed, it takes it along.
     """
 
@@ -83,6 +84,7 @@ class Claim:
     owner: str | None
     note: str
     sender: type
+    template: str | None = field(default=None, kw_only=True)
     loop: AbstractEventLoop | None = field(default=None, init=False)
 
 
@@ -120,6 +122,7 @@ class Hold:
         self.explicit = claim.owner is not None
         self.note = claim.note
         self.sender = claim.sender
+        self.template = claim.template
         self.started = sent
         self.limit = sent + granted.limit
         self.failing = False

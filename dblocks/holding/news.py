@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from .. import clock, forks
-from ..signals import lock_lost, lock_release_requested
+from .. import clock, forks, signals
 
 if TYPE_CHECKING:
     from .holds import Callbacks, Hold
@@ -32,12 +31,15 @@ forks.in_child(pending.clear)
 
 def tell_loss(hold: Hold, reason: str) -> None:
     """Log that a hold is lost, run its callbacks and send the signal."""
-    facts = hold.facts(held_for=clock.monotonic() - hold.started, reason=reason)
+    held_for = clock.monotonic() - hold.started
+    facts = hold.facts(held_for=held_for, reason=reason)
 
     def news() -> None:
         _run(hold.loss_callbacks)
         hold.leave_gate()
-        _guarded(lock_lost.send_robust, hold.sender, **facts)
+        if (observer := signals.observer) is not None:
+            _guarded(observer.lost, hold, held_for, reason)
+        _guarded(signals.lock_lost.send_robust, hold.sender, **facts)
         # Last: handlers wait for each other.
         _guarded(
             logger.warning,
@@ -55,7 +57,7 @@ def tell_request(hold: Hold) -> None:
 
     def news() -> None:
         _run(hold.request_callbacks)
-        _guarded(lock_release_requested.send_robust, hold.sender, **facts)
+        _guarded(signals.lock_release_requested.send_robust, hold.sender, **facts)
         _guarded(
             logger.info,
             "asked to release key=%(key)r permit=%(permit)s backend=%(backend)s "

@@ -40,6 +40,7 @@ class Attempt(Claim):
         new_owner: The id that the owner is to have if this grants, which is otherwise
             made anew each time.
         reentered: The owner had the key already.
+        had_to_wait: The key was not to be had at once.
     """
 
     timeout: float | None
@@ -47,6 +48,7 @@ class Attempt(Claim):
     permits: int = 1
     new_owner: str | None = None
     reentered: bool = False
+    had_to_wait: bool = False
 
     def __post_init__(self) -> None:
         timeout = FOREVER if self.timeout is None else self.timeout

@@ -155,6 +155,7 @@ class _Wait:
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
         while not queue.is_first(self.waiter):
+            self.attempt.had_to_wait = True
             left = give_up - clock.monotonic()
             if left > 0:
                 woken = await self.place.pause(self.waiter, min(left, longest))
@@ -180,6 +181,7 @@ class _Wait:
     ) -> Hold | Reading:
         """Look at the key until it is free and an attempt succeeds."""
         attempt = self.attempt
+        attempt.had_to_wait = True
         queue.saw(seen)
         known, known_since = seen.version, clock.monotonic()
         told = False
@@ -247,6 +249,8 @@ class _Wait:
         if seen.remaining <= 0:
             # What the row still says is of a holder that has released.
             seen = Reading(permit=seen.permit)
+        if (observer := signals.observer) is not None:
+            observer.timed_out(attempt)
         signals.lock_timed_out.send_robust(
             sender=attempt.sender,
             key=self.key,

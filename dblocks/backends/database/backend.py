@@ -94,6 +94,10 @@ class DatabaseBackend(DatabaseChecks):
             alias = router.db_for_write(apps.get_model("dblocks", "DistributedLock"))
         return DEFAULT_DB_ALIAS if alias is None else alias
 
+    @property
+    def system(self) -> str:  # type: ignore[override]
+        return dialects.known(connections[self.using]).name
+
     # The verbs
 
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:

@@ -44,6 +44,7 @@ class RedisBackend(BaseBackend):
 
     setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
     option_names = None
+    system = "redis"
     errors = (RedisError,)
     #: Seconds for which a server's faults that may pass are sat out, at least.
     patience = PATIENCE

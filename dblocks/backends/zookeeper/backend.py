@@ -55,6 +55,7 @@ class ZooKeeperBackend(BaseBackend):
     has_cooling = False
     has_own_leases = False
     has_movable_clock = False
+    system = "zookeeper"
     errors = ERRORS
     setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
     option_names = frozenset(

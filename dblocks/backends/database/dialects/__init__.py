@@ -35,9 +35,10 @@ def of(connection: Connection) -> Dialect:
 
 
 def known(connection: Connection) -> Dialect:
-    """Return the dialect for what went wrong, without asking a server."""
-    dialect: Dialect | None = connection.__dict__.get("_dblocks_dialect")
-    return dialect or _DIALECTS.get(connection.vendor) or MySQL()
+    """Return the dialect as far as it is known, without asking a server."""
+    found: Dialect | None = connection.__dict__.get("_dblocks_dialect")
+    asked = _DIALECTS.get(connection.vendor) or _servers.get(_server(connection))
+    return found or asked or MySQL()
 
 
 def _find(connection: Connection) -> Dialect:
@@ -48,11 +49,15 @@ def _find(connection: Connection) -> Dialect:
             f"dblocks can't keep locks in {connection.display_name}: use MySQL, "
             f"MariaDB, PostgreSQL or SQLite, or another backend of DBLOCKS."
         )
-    settings = connection.settings_dict
-    server = (settings["ENGINE"], settings["HOST"], settings["PORT"])
+    server = _server(connection)
     if server not in _servers:
         _servers[server] = _ask(connection)
     return _servers[server]
+
+
+def _server(connection: Connection) -> tuple[str, str, str]:
+    settings = connection.settings_dict
+    return settings["ENGINE"], settings["HOST"], settings["PORT"]
 
 
 def _ask(connection: Any) -> Dialect:

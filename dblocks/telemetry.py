@@ -1,0 +1,311 @@
+"""What locks do, for OpenTelemetry: how long is waited and held, what goes wrong.
+
+:func:`instrument` switches it on. Needs opentelemetry-api, which comes with
+``pip install "django-dblocks[opentelemetry]"``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from django.core.signals import setting_changed
+
+from . import __version__, clock, forks, signals
+from .backends.base import BaseBackend
+from .conf import backends, telemetry_keys
+from .holding.holds import Hold
+from .holding.registry import registry
+from .waiting.attempt import Attempt
+
+try:
+    from opentelemetry import metrics, trace
+except ImportError as error:
+    raise ImportError(
+        f"{error}; dblocks.telemetry needs the package opentelemetry-api: "
+        f'pip install "django-dblocks[opentelemetry]"'
+    ) from error
+
+__all__ = ["instrument", "uninstrument"]
+
+logger = logging.getLogger("dblocks")
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0),
+)
+"""The buckets of both histograms, from 1 ms to 1 h."""
+
+MOST_NAMED = 2000
+"""Locks whose attributes are kept ready, and reported as held by nobody."""
+
+UID = "dblocks.telemetry"
+
+
+def instrument(
+    *,
+    meter_provider: metrics.MeterProvider | None = None,
+    tracer_provider: trace.TracerProvider | None = None,
+) -> None:
+    """Report to OpenTelemetry what this process's locks do. ::
+
+        class ShopConfig(AppConfig):
+            name = "shop"
+
+            def ready(self):
+                telemetry.instrument()
+
+    Histograms ``dblocks.wait.duration`` and ``dblocks.hold.duration`` in seconds,
+    counters ``dblocks.acquired``, ``dblocks.timeouts``, ``dblocks.lost`` and
+    ``dblocks.force_released``, up-down counter ``dblocks.held``, and a span
+    ``dblocks.acquire`` for each lock that was waited for. Re-entries don't count, and
+    ``transaction_lock`` isn't seen.
+
+    May be called before a provider is set; without one nothing is reported. Called
+    again it changes nothing, or goes over to other providers. What fails in reporting
+    is logged, and never fails a lock.
+
+    Args:
+        meter_provider, tracer_provider: Default: the global ones.
+
+    Raises:
+        ImproperlyConfigured: The setting ``DBLOCKS_TELEMETRY_KEYS`` can't be used.
+    """
+    global _latest
+    telemetry_keys()
+    providers = meter_provider, tracer_provider
+    if _latest is None or _latest.providers != providers:
+        _latest = Telemetry(*providers)
+    signals.observer = _latest
+    signals.lock_force_released.connect(_latest.force_released, dispatch_uid=UID)
+    setting_changed.connect(_latest.forget, dispatch_uid=UID)
+
+
+def uninstrument() -> None:
+    """Report nothing any more, as before :func:`instrument`."""
+    signals.observer = None
+    signals.lock_force_released.disconnect(dispatch_uid=UID)
+    setting_changed.disconnect(dispatch_uid=UID)
+
+
+class _Attributes:
+    """The attributes of one lock's measurements, made once."""
+
+    def __init__(self, label: str | None, backend: BaseBackend) -> None:
+        given = {
+            "db.system.name": backend.system,
+            "dblocks.backend": backend.alias,
+            "dblocks.lock": label,
+        }
+        self.granted = 0
+        self.plain = {name: value for name, value in given.items() if value is not None}
+        self.acquired = {**self.plain, "outcome": "acquired"}
+        self.timeout = {**self.plain, "outcome": "timeout"}
+        self.released = {**self.plain, "outcome": "released"}
+        self.lost = {**self.plain, "outcome": "lost"}
+
+
+class _Thread(threading.local):
+    """What a thread has to report, and whether it is at it."""
+
+    def __init__(self) -> None:
+        self.due: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.busy = False
+
+
+class Telemetry:
+    """The instruments, and what is told to them; made once for its providers."""
+
+    def __init__(
+        self,
+        meter_provider: metrics.MeterProvider | None,
+        tracer_provider: trace.TracerProvider | None,
+    ) -> None:
+        self.providers = meter_provider, tracer_provider
+        self._is_metered = False
+        self._mutex = threading.RLock()
+        forks.in_child(self._after_fork_in_child)
+        self._thread = _Thread()
+        self._known: dict[tuple[str | None, BaseBackend], _Attributes] = {}
+        self._patterns: tuple[str, ...] | None = None
+        self._tracer = trace.get_tracer("dblocks", __version__, tracer_provider)
+        meter = metrics.get_meter("dblocks", __version__, meter_provider)
+        self._waits = meter.create_histogram(
+            "dblocks.wait.duration",
+            "s",
+            "Time from the first request for a lock to the grant, or to giving up.",
+            explicit_bucket_boundaries_advisory=SECONDS,
+        )
+        self._holds = meter.create_histogram(
+            "dblocks.hold.duration",
+            "s",
+            "Time from a grant to its release, or to the news of its loss.",
+            explicit_bucket_boundaries_advisory=SECONDS,
+        )
+        self._timeouts = meter.create_counter(
+            "dblocks.timeouts", "{wait}", "Waits that ran out, and tries that failed."
+        )
+        self._lost = meter.create_counter(
+            "dblocks.lost", "{lock}", "Locks that their holder lost."
+        )
+        self._forced = meter.create_counter(
+            "dblocks.force_released", "{lock}", "Locks that an operator has freed."
+        )
+        # Observed, and not added to: that costs as much as a histogram, for each grant.
+        meter.create_observable_counter(
+            "dblocks.acquired", [self._granted], "{lock}", "Locks that were granted."
+        )
+        meter.create_observable_up_down_counter(
+            "dblocks.held", [self._held], "{lock}", "Locks that this process holds."
+        )
+
+    def _has_meter(self) -> bool:
+        """Tell whether there is a provider; it may be set at any time."""
+        if not self._is_metered:
+            # A proxy that stands in for the real instrument has none yet. Whatever the
+            # API may call that one day: what is reported to it is dropped at most.
+            real = getattr(self._waits, "_real_instrument", self._waits)
+            self._is_metered = real is not None
+        return self._is_metered
+
+    def _after_fork_in_child(self) -> None:
+        self._mutex = threading.RLock()
+
+    # What happens
+
+    def acquired(self, attempt: Attempt, hold: Hold) -> None:
+        if self._has_meter() and not attempt.reentered:
+            waited = clock.monotonic() - attempt.started
+            self._report(self._report_acquired, attempt, waited)
+
+    def timed_out(self, attempt: Attempt) -> None:
+        waited = clock.monotonic() - attempt.started
+        self._report(self._report_timeout, attempt, waited)
+
+    def released(self, hold: Hold) -> None:
+        if self._has_meter():
+            held_for = clock.monotonic() - hold.started
+            self._report(self._report_released, hold, held_for)
+
+    def lost(self, hold: Hold, held_for: float, reason: str) -> None:
+        self._report(self._report_lost, hold, held_for, reason)
+
+    def force_released(
+        self, *, key: str, backend: str | None, using: str | None, **kwargs: object
+    ) -> None:
+        self._report(self._report_forced, key, backend, using)
+
+    def forget(self, **kwargs: object) -> None:
+        """Read the settings anew."""
+        self._patterns = None
+        self._known = {}
+
+    # What is reported of it
+
+    def _report(self, report: Callable[..., None], *facts: Any) -> None:
+        """Report now; what comes in the middle of a report, right after that.
+
+        A signal handler or the garbage collector may use locks at any point, and the
+        mutexes of an SDK are not re-entrant.
+        """
+        mine = self._thread
+        if mine.busy:
+            mine.due.append((report, facts))
+            return
+        mine.busy = True
+        try:
+            report(*facts)
+        except Exception:
+            logger.exception("telemetry failed")
+        finally:
+            mine.busy = False
+        while mine.due:
+            report, facts = mine.due.popleft()
+            self._report(report, *facts)
+
+    def _report_acquired(self, attempt: Attempt, waited: float) -> None:
+        of = self._of(attempt.template, attempt.key, attempt.backend)
+        with self._mutex:
+            of.granted += 1
+        self._waits.record(waited, of.acquired)
+        if attempt.had_to_wait:
+            self._report_span(waited, of.acquired)
+
+    def _report_timeout(self, attempt: Attempt, waited: float) -> None:
+        of = self._of(attempt.template, attempt.key, attempt.backend)
+        self._timeouts.add(1, of.plain)
+        self._waits.record(waited, of.timeout)
+        if attempt.had_to_wait:
+            self._report_span(waited, of.timeout)
+
+    def _report_span(self, waited: float, attributes: dict[str, str]) -> None:
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            "dblocks.acquire",
+            attributes=attributes,
+            start_time=now - int(waited * 1_000_000_000),
+        )
+        span.end(now)
+
+    def _report_released(self, hold: Hold, held_for: float) -> None:
+        of = self._of(hold.template, hold.key, hold.backend)
+        self._holds.record(held_for, of.released)
+
+    def _report_lost(self, hold: Hold, held_for: float, reason: str) -> None:
+        of = self._of(hold.template, hold.key, hold.backend)
+        self._lost.add(1, {**of.plain, "reason": reason})
+        self._holds.record(held_for, of.lost)
+
+    def _report_forced(self, key: str, alias: str | None, using: str | None) -> None:
+        # The manager's verb knows the database alone.
+        aliases = backends.settings if alias is None else [alias]
+        for backend in (backends[name] for name in aliases):
+            if alias is not None or backend.is_in_database(using or ""):
+                self._forced.add(1, self._of(None, key, backend).plain)
+                return
+        self._forced.add(1)
+
+    def _granted(
+        self, options: metrics.CallbackOptions
+    ) -> Iterable[metrics.Observation]:
+        return [
+            metrics.Observation(of.granted, of.plain)
+            for of in list(self._known.values())
+        ]
+
+    def _held(self, options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        """Count what this process holds; what nobody holds any more counts 0."""
+        if signals.observer is not self:
+            return []
+        counts = Counter(dict.fromkeys(list(self._known.values()), 0))
+        for hold in registry.all():
+            if hold.is_live():
+                counts[self._of(hold.template, hold.key, hold.backend)] += 1
+        return [metrics.Observation(count, of.plain) for of, count in counts.items()]
+
+    def _of(self, template: str | None, key: str, backend: BaseBackend) -> _Attributes:
+        """Return the attributes of a lock, whose key alone may not be told."""
+        label = template
+        if label is None and self._allows(key):
+            label = key
+        known = self._known
+        of = known.get((label, backend))
+        if of is None:
+            if len(known) >= MOST_NAMED:
+                known.clear()
+            of = known.setdefault((label, backend), _Attributes(label, backend))
+        return of
+
+    def _allows(self, key: str) -> bool:
+        patterns = self._patterns
+        if patterns is None:
+            patterns = self._patterns = telemetry_keys()
+        return bool(patterns) and any(fnmatchcase(key, one) for one in patterns)
+
+
+_latest: Telemetry | None = None
