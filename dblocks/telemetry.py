@@ -42,7 +42,7 @@ SECONDS = (
 """The buckets of both histograms, from 1 ms to 1 h."""
 
 MOST_NAMED = 2000
-"""Locks whose attributes are kept ready, and reported as held by nobody."""
+"""Locks that are told apart; what comes after these is reported without a name."""
 
 UID = "dblocks.telemetry"
 
@@ -201,9 +201,8 @@ class Telemetry:
         self._report(self._report_forced, key, backend, using)
 
     def forget(self, **kwargs: object) -> None:
-        """Read the settings anew."""
+        """Read the setting anew."""
         self._patterns = None
-        self._known = {}
 
     # What is reported of it
 
@@ -284,7 +283,7 @@ class Telemetry:
             return []
         counts = Counter(dict.fromkeys(list(self._known.values()), 0))
         for hold in registry.all():
-            if hold.is_live():
+            if hold.is_live() and hold.is_referred_to():
                 counts[self._of(hold.template, hold.key, hold.backend)] += 1
         return [metrics.Observation(count, of.plain) for of, count in counts.items()]
 
@@ -297,7 +296,7 @@ class Telemetry:
         of = known.get((label, backend))
         if of is None:
             if len(known) >= MOST_NAMED:
-                known.clear()
+                label = None
             of = known.setdefault((label, backend), _Attributes(label, backend))
         return of
 

@@ -82,6 +82,7 @@ CONTRACT = {
     "several_keys",
     "signals",
     "state_machine",
+    "telemetry",
     "testing_support",
     "transaction_ends",
     "transactions",

@@ -1,0 +1,534 @@
+"""What OpenTelemetry is told of locks, as its SDK sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection
+from django.test import override_settings
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals, telemetry
+from dblocks.conf import backends
+from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
+from tests.fixtures import OtherThread
+from tests.processes import ROOT
+from tests.test_ownership import in_forked_child
+from tests.timing import SLACK, eventually, scaled
+
+Locks = Callable[..., Lock]
+Leases = Callable[..., Lease]
+
+
+def amount(point: Any) -> float:
+    """How often, of a histogram; else how much."""
+    value: float = point.value if hasattr(point, "value") else point.count
+    return value
+
+
+class Seen:
+    """What came out at the other end of the SDK."""
+
+    def __init__(self) -> None:
+        self.reader = InMemoryMetricReader()
+        self.spans = InMemorySpanExporter()
+        self.meters = MeterProvider([self.reader], shutdown_on_exit=False)
+        self.tracers = TracerProvider(shutdown_on_exit=False)
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.spans))
+        self.tracer = self.tracers.get_tracer("tests")
+
+    def metrics(self) -> dict[str, Any]:
+        data = self.reader.get_metrics_data()
+        return {
+            metric.name: metric
+            for resource in (data.resource_metrics if data else [])
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+    def points(self, name: str) -> list[Any]:
+        """Return the points of an instrument that something has come to."""
+        metric = self.metrics().get(name)
+        return [p for p in (metric.data.data_points if metric else []) if amount(p)]
+
+    def count(self, name: str, **attributes: str) -> float:
+        """Add up an instrument's points, or those that have these attributes."""
+        wanted = {k.replace("__", "."): v for k, v in attributes.items()}.items()
+        return sum(
+            amount(point)
+            for point in self.points(name)
+            if wanted <= dict(point.attributes).items()
+        )
+
+    def labels(self, name: str = "dblocks.acquired") -> set[str | None]:
+        return {p.attributes.get("dblocks.lock") for p in self.points(name)}
+
+    def waits(self) -> tuple[ReadableSpan, ...]:
+        return tuple(s for s in self.spans.get_finished_spans() if "dbl" in s.name)
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    """Report to providers of the test's own."""
+    seen = Seen()
+    telemetry.instrument(meter_provider=seen.meters, tracer_provider=seen.tracers)
+    yield seen
+    telemetry.uninstrument()
+    seen.meters.shutdown()
+    seen.tracers.shutdown()
+
+
+def system(backend: str) -> str | None:
+    """What the semantic conventions call an engine's server."""
+    if backend != "default":
+        return {"locmem": None, "zookeeper": "zookeeper"}.get(backend, "redis")
+    return "mariadb" if connection.vendor == "mysql" else connection.vendor
+
+
+def test_grant_and_release(lock: Locks, seen: Seen, backend: str) -> None:
+    """A lock is counted, its wait and its hold are timed, and it is held meanwhile."""
+    with lock():
+        assert seen.count("dblocks.held") == 1
+        assert seen.count("dblocks.acquired") == 1
+        assert seen.count("dblocks.wait.duration", outcome="acquired") == 1
+        assert not seen.points("dblocks.hold.duration")
+    assert seen.count("dblocks.held") == 0
+    assert seen.count("dblocks.hold.duration", outcome="released") == 1
+    for name in ("wait", "hold"):
+        metric = seen.metrics()[f"dblocks.{name}.duration"]
+        assert metric.unit == "s"
+        (point,) = metric.data.data_points
+        assert 0 <= point.sum < SLACK
+        assert (point.explicit_bounds[0], point.explicit_bounds[-1]) == (0.001, 3600)
+        attributes = dict(point.attributes)
+        del attributes["outcome"]
+        named = {"dblocks.backend": backend, "db.system.name": system(backend)}
+        assert attributes == {k: v for k, v in named.items() if v is not None}
+
+
+def test_re_entering_is_no_grant(lock: Locks, seen: Seen) -> None:
+    """The outermost acquisition counts, and lasts until the last release."""
+    with lock():
+        with lock():
+            assert seen.count("dblocks.held") == 1
+        assert not seen.points("dblocks.hold.duration")
+        assert seen.count("dblocks.held") == 1
+    assert seen.count("dblocks.acquired") == 1
+    assert seen.count("dblocks.wait.duration") == 1
+    assert seen.count("dblocks.hold.duration") == 1
+
+
+def test_released_in_another_thread(
+    acquire: Leases, other: OtherThread, seen: Seen
+) -> None:
+    """Who releases makes no difference."""
+    lease = acquire()
+    assert other.do(lease.release)
+    assert seen.count("dblocks.held") == 0
+    assert seen.count("dblocks.hold.duration", outcome="released") == 1
+
+
+def test_forgotten_lease(lock: Locks, seen: Seen) -> None:
+    """A lease that nothing refers to is held by nobody."""
+    lease = lock().acquire()
+    assert seen.count("dblocks.held") == 1
+    with pytest.warns(ResourceWarning, match="dropped"):
+        del lease
+    assert seen.count("dblocks.held") == 0
+
+
+@pytest.mark.engine("locmem")
+def test_forked_child_holds_nothing(acquire: Leases, seen: Seen) -> None:
+    """What a child inherits it doesn't hold."""
+    lease = acquire()
+    assert in_forked_child(lambda: seen.count("dblocks.held")) == 0
+    assert seen.count("dblocks.held") == 1
+    assert lease.release()
+
+
+@pytest.mark.needs("has_own_leases")
+def test_lost(acquire: Leases, seen: Seen) -> None:
+    """A loss is counted by its reason, ends the hold, and isn't released as well."""
+    lease = acquire(lease=scaled(0.4), renew=False)
+    eventually(lambda: seen.points("dblocks.lost"), what="the loss")
+    assert seen.count("dblocks.lost", reason="expired") == 1
+    assert seen.count("dblocks.hold.duration", outcome="lost") == 1
+    assert not lease.release()
+    assert seen.count("dblocks.hold.duration") == 1
+    assert seen.count("dblocks.held") == 0
+
+
+@pytest.mark.database_backend
+def test_forced(acquire: Leases, seen: Seen, key: str) -> None:
+    """A force release is counted once for the operator, and once for the holder."""
+    lease = acquire(lease=600)
+    assert DistributedLock.objects.force_release(key)
+    assert seen.count("dblocks.force_released", dblocks__backend="default") == 1
+    assert not lease.release()
+    eventually(lambda: seen.points("dblocks.lost"), what="the loss")
+    assert seen.count("dblocks.lost", reason="forced") == 1
+
+
+@pytest.mark.engine("locmem")
+def test_forced_on_another_engine(acquire: Leases, seen: Seen, key: str) -> None:
+    """An engine's own force release is counted for it."""
+    lease = acquire(lease=600)
+    assert backends["locmem"].force_release(key)
+    assert seen.count("dblocks.force_released", dblocks__backend="locmem") == 1
+    assert not lease.release()
+
+
+def test_timeout(lock: Locks, backend: str, key: str, seen: Seen) -> None:
+    """A wait that ran out is counted, timed, and a span of that length."""
+    with hold_elsewhere(key, backend=backend):
+        with pytest.raises(LockTimeout):
+            lock().acquire(timeout=0.3)
+        assert seen.count("dblocks.timeouts") == 1
+        assert seen.count("dblocks.wait.duration", outcome="timeout") == 1
+        (span,) = seen.waits()
+        assert span.attributes is not None
+        assert span.attributes["outcome"] == "timeout"
+        assert seen.count("dblocks.acquired") == 1
+
+
+def test_try_is_no_wait(lock: Locks, backend: str, key: str, seen: Seen) -> None:
+    """What doesn't wait has no span, granted or not."""
+    with hold_elsewhere(key, backend=backend):
+        assert lock().try_acquire() is None
+    with lock():
+        pass
+    assert seen.count("dblocks.timeouts") == 1
+    assert not seen.waits()
+
+
+def length(span: ReadableSpan) -> float:
+    assert span.end_time is not None
+    assert span.start_time is not None
+    return (span.end_time - span.start_time) / 1_000_000_000
+
+
+def test_span_of_a_wait(lock: Locks, other: OtherThread, seen: Seen) -> None:
+    """A wait is a span below the caller's, from the first request to the grant."""
+    held = other.do(lock().acquire)
+    releasing = threading.Timer(0.3, lambda: other.start(held.release))
+    with seen.tracer.start_as_current_span("request") as request:
+        releasing.start()
+        with lock(timeout=None):
+            pass
+    releasing.join()
+    (span,) = seen.waits()
+    assert span.name == "dblocks.acquire"
+    assert span.parent == request.get_span_context()
+    assert 0.25 < length(span) < 0.3 + SLACK
+    assert span.attributes is not None
+    assert span.attributes["outcome"] == "acquired"
+
+
+def hear(**said: Any) -> None:
+    """Receive a signal, as a project may."""
+
+
+@pytest.mark.parametrize("receivers", [[], [hear]], ids=["alone", "with receivers"])
+def test_span_of_an_async_wait(
+    lock: Locks, other: OtherThread, seen: Seen, receivers: list[Any]
+) -> None:
+    """An async wait is below its own task's span, also where signals are received."""
+
+    async def wait(name: str) -> Any:
+        with seen.tracer.start_as_current_span(name) as mine:
+            async with lock(timeout=None):
+                return mine.get_span_context().span_id
+
+    async def both() -> list[Any]:
+        asyncio.get_running_loop().call_later(0.2, other.start, held.release)
+        return await asyncio.gather(wait("one"), wait("two"))
+
+    held = other.do(lock().acquire)
+    for receiver in receivers:
+        signals.lock_acquired.connect(receiver)
+    try:
+        parents = async_to_sync(both)()
+    finally:
+        for receiver in receivers:
+            signals.lock_acquired.disconnect(receiver)
+    spans = sorted(seen.waits(), key=length)
+    assert {span.parent.span_id for span in spans if span.parent} == set(parents)
+    assert length(spans[0]) > 0.15
+    assert seen.count("dblocks.acquired") == 3
+
+
+def test_templates(seen: Seen, backend: str, key: str) -> None:
+    """A decorated lock has its template for a name, whatever the key."""
+    first, second = f"{key}:{{one}}", f"{key}:b:{{two}}"
+
+    @distributed_lock(first, backend=backend)
+    def plain(one: int) -> None:
+        assert seen.labels("dblocks.held") == {first}
+
+    @distributed_lock(first, second, backend=backend)
+    def both(one: int, two: int) -> None:
+        assert seen.labels("dblocks.held") == {first, second}
+
+    @distributed_lock(lambda one: f"{key}:{one}", backend=backend)
+    def called(one: int) -> None:
+        assert seen.labels("dblocks.held") == {None}
+
+    @distributed_lock(f"{key}:{{one}}:async", backend=backend)
+    async def later(one: int) -> None:
+        pass
+
+    plain(1)
+    plain(2)
+    both(3, 4)
+    assert seen.labels() == {first, second}
+    called(5)
+    async_to_sync(later)(6)
+    assert seen.count("dblocks.acquired", dblocks__lock=first) == 3
+    names = {first, second, f"{key}:{{one}}:async", None}
+    for instrument in ("acquired", "wait.duration", "hold.duration"):
+        assert seen.labels(f"dblocks.{instrument}") == names
+
+
+@pytest.mark.needs("has_own_leases")
+def test_template_of_what_goes_wrong(seen: Seen, backend: str, key: str) -> None:
+    """Timeouts and losses have the template too."""
+    template = f"{key}{{end}}"
+
+    @distributed_lock(template, backend=backend, timeout=0, on_locked="skip")
+    def skipped(end: str) -> None:
+        pytest.fail("it ran")
+
+    @distributed_lock(template, backend=backend, lease=scaled(0.3), renew=False)
+    def slow(end: str) -> None:
+        eventually(lambda: seen.points("dblocks.lost"), what="the loss")
+
+    with hold_elsewhere(key, backend=backend):
+        skipped("")
+    with suppress(Exception):
+        slow("")
+    assert seen.labels("dblocks.timeouts") == {template}
+    assert seen.labels("dblocks.lost") == {template}
+
+
+@pytest.mark.engine("locmem")
+@pytest.mark.parametrize(
+    ("allowed", "is_named"),
+    [
+        (True, True),
+        (False, False),
+        ([], False),
+        (["nothing", "test:*"], True),
+        (("TEST:*",), False),
+    ],
+)
+def test_keys_are_named_where_that_is_allowed(
+    allowed: Any, is_named: bool, lock: Locks, seen: Seen, key: str
+) -> None:
+    """A literal key is told only if the setting says so: exactly, or by a pattern."""
+    with override_settings(DBLOCKS_TELEMETRY_KEYS=allowed), lock():
+        pass
+    assert seen.labels() == {key if is_named else None}
+    # The setting as it was counts again, and nothing that was counted is lost.
+    with lock("another"):
+        pass
+    assert seen.count("dblocks.acquired") == 2
+    assert "another" not in seen.labels()
+
+
+@pytest.mark.parametrize("wrong", ["nightly-*", 7, [7], None])
+def test_setting_that_is_wrong(wrong: Any) -> None:
+    """What can't be meant is refused when telemetry is switched on."""
+    with (
+        override_settings(DBLOCKS_TELEMETRY_KEYS=wrong),
+        pytest.raises(ImproperlyConfigured, match="DBLOCKS_TELEMETRY_KEYS"),
+    ):
+        telemetry.instrument()
+    assert signals.observer is None
+
+
+@pytest.mark.engine("locmem")
+def test_names_are_limited(
+    lock: Locks, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys without number are counted together after the first ones."""
+    monkeypatch.setattr(telemetry, "MOST_NAMED", 2)
+    with override_settings(DBLOCKS_TELEMETRY_KEYS=True):
+        for number in range(5):
+            with lock(f"many:{number}"):
+                pass
+    assert seen.labels() == {"many:0", "many:1", None}
+    assert seen.count("dblocks.acquired") == 5
+
+
+@pytest.mark.engine("locmem")
+def test_switched_on_twice_and_off(lock: Locks, seen: Seen) -> None:
+    """Switching on again changes nothing; switched off, nothing is reported."""
+    telemetry.instrument(meter_provider=seen.meters, tracer_provider=seen.tracers)
+    with lock():
+        assert seen.count("dblocks.held") == 1
+    assert seen.count("dblocks.acquired") == 1
+    telemetry.uninstrument()
+    with lock():
+        assert seen.count("dblocks.held") == 0
+    assert seen.count("dblocks.hold.duration") == 1
+    telemetry.instrument(meter_provider=seen.meters, tracer_provider=seen.tracers)
+    with lock():
+        pass
+    assert seen.count("dblocks.acquired") == 2
+
+
+@pytest.mark.engine("locmem")
+def test_other_providers_take_over(lock: Locks, seen: Seen) -> None:
+    """Switched on with other providers, it reports to those alone."""
+    second = Seen()
+    telemetry.instrument(meter_provider=second.meters, tracer_provider=second.tracers)
+    with lock():
+        assert second.count("dblocks.held") == 1
+        assert not seen.points("dblocks.held")
+    assert second.count("dblocks.acquired") == 1
+    assert not seen.points("dblocks.acquired")
+
+
+class Broken(SpanProcessor):
+    """An exporter that fails."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise RuntimeError("a broken exporter")
+
+
+def test_what_fails_is_logged(
+    lock: Locks,
+    backend: str,
+    key: str,
+    seen: Seen,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An exporter's error reaches the log, and not who wants a lock."""
+    seen.tracers.add_span_processor(Broken())
+    with hold_elsewhere(key, backend=backend), pytest.raises(LockTimeout):
+        lock().acquire(timeout=0.1)
+    with lock() as lease:
+        assert lease.held
+    assert "telemetry failed" in caplog.text
+    assert "a broken exporter" in caplog.text
+    assert seen.count("dblocks.acquired") == 2
+
+
+class Reentered(SpanProcessor):
+    """Code that comes in the middle of a report, as a signal handler may."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.mutex = threading.Lock()
+        self.action = action
+        self.calls = 0
+
+    def on_end(self, span: ReadableSpan) -> None:
+        # An SDK's mutexes are not re-entrant.
+        assert not self.mutex.locked()
+        with self.mutex:
+            self.calls += 1
+            if self.calls == 1:
+                self.action()
+
+
+@pytest.mark.engine("locmem")
+def test_lock_in_the_middle_of_a_report(
+    lock: Locks, key: str, seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a report is interrupted for is reported after it."""
+
+    def give_up() -> None:
+        assert lock().try_acquire(timeout=0.05) is None
+
+    reentered = Reentered(give_up)
+    seen.tracers.add_span_processor(reentered)
+    with hold_elsewhere(key, backend="locmem"):
+        give_up()
+    assert reentered.calls == 2
+    assert seen.count("dblocks.timeouts") == 2
+    assert not caplog.records
+
+
+PROGRAM = """
+import sys
+
+import django
+from django.conf import settings
+
+settings.configure(
+    INSTALLED_APPS=["dblocks"],
+    DBLOCKS={{"default": {{"BACKEND": "dblocks.backends.locmem.LocMemBackend"}}}},
+)
+django.setup()
+from dblocks import distributed_lock
+
+with distributed_lock("a"):
+    pass
+assert not [name for name in sys.modules if name.startswith("opentelemetry")]
+
+{then}
+"""
+
+LATE = """
+from dblocks import telemetry
+
+telemetry.instrument()
+held = distributed_lock("a").acquire()
+
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+held.release()
+with distributed_lock("b"):
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    found = {m.name: m.data.data_points[0] for m in scope.metrics}
+print(scope.scope.name, found["dblocks.held"].value, found["dblocks.acquired"].value)
+print(found["dblocks.hold.duration"].count)
+"""
+
+
+def run(then: str) -> tuple[str, str]:
+    """Take a lock in a process of its own, then go on; its output and errors."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(then=then)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.engine("locmem")
+def test_provider_that_comes_later(backend: str) -> None:
+    """The global provider may be set after instrument(); before, nothing is done."""
+    out, err = run(LATE)
+    assert err == ""
+    assert out == "dblocks 1 1\n1\n"
+
+
+@pytest.mark.engine("locmem")
+def test_missing_package(backend: str) -> None:
+    """Without the API's package the error names the extra; locks don't need it."""
+    out, err = run('sys.modules["opentelemetry"] = None\nimport dblocks.telemetry')
+    assert out == ""
+    assert 'pip install "django-dblocks[opentelemetry]"' in err
