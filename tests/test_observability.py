@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import logging
 import os
@@ -31,6 +33,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
 from tests.documents import DOCS, files
 from tests.fixtures import OtherThread, in_memory
+from tests.processes import ROOT
 from tests.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
@@ -216,6 +219,44 @@ def test_trying_in_vain(
     with hold_elsewhere(key, backend=backend):
         assert lock().try_acquire() is None
     assert not caplog.records
+
+
+def texts_of(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield level and text of each line that a module logs."""
+    constants: dict[str, ast.expr] = {
+        target.id: node.value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in ast.walk(module):
+        if not isinstance(call, ast.Call):
+            continue
+        # logger.info("…"), or call(logger.info, "…").
+        words = [call.func, *call.args]
+        for word, text in itertools.pairwise(words):
+            if isinstance(word, ast.Attribute) and ast.unparse(word.value) == "logger":
+                if word.attr == "isEnabledFor":
+                    continue
+                if isinstance(text, ast.Name):
+                    text = constants[text.id]
+                level = "ERROR" if word.attr == "exception" else word.attr.upper()
+                yield level, re.sub(r"%(\(\w+\))?[.\d]*\w", "…", ast.literal_eval(text))
+
+
+def test_each_line_is_documented() -> None:
+    """The page has a sentence for each line that dblocks logs, and for no other."""
+    logged = set()
+    references = 0
+    for module in (ROOT / "dblocks").rglob("*.py"):
+        source = module.read_text(encoding="utf-8")
+        logged |= set(texts_of(ast.parse(source)))
+        references += len(re.findall(r"\blogger\.(?!isEnabledFor)\w+", source))
+    page = (DOCS / PAGE).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z]+) \| `(.+?)` \| ([A-Z].*\.) \|$", page, re.M)
+    assert logged == {(level, text) for level, text, _sentence in rows}
+    assert len(rows) == references
 
 
 @pytest.mark.database_backend
