@@ -110,6 +110,10 @@ USAGE = {
     "abbreviated option": (["k", "--skip", "--", "true"], "--skip"),
     "exit code": (["k", "--conflict-exit-code", "256", "--", "true"], "0 to 255"),
     "shell words": (["k", "--shell", "--", "a", "b"], "in quotes"),
+    "shell words without dashes": (["k", "--shell", "a", "b"], "arguments: b"),
+    "shell without a line": (["k", "--shell"], "-- COMMAND"),
+    "shell before an option": (["k", "--shell", "--no-wait"], "-- COMMAND"),
+    "shell without a key": (["--shell", "true"], "KEY"),
     "shell and django": (
         ["k", "--shell", "--django", "--", "check"],
         "not allowed with",
@@ -181,9 +185,18 @@ def test_words_are_not_parsed(
 
 @pytest.mark.usefixtures("shared")
 def test_shell(key: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """With --shell the command is one line for the shell."""
-    assert run(key, "--shell", "--", "echo one | tr a-z A-Z; exit 5") == 5
-    assert capfd.readouterr().out == "ONE\n"
+    """With --shell the command is one line for the shell, with or without dashes."""
+    line = "echo one | tr a-z A-Z; exit 5"
+    for words in (
+        [key, "--shell", "--", line],
+        ["--shell", key, "--", line],
+        [key, "--shell", line],
+        ["--shell", line, key],
+        [key, "--shell", line, "--no-wait", "--note", "n"],
+    ):
+        assert run(*words) == 5
+        assert capfd.readouterr().out == "ONE\n"
+    assert stored(key).note == "n"
 
 
 @pytest.mark.usefixtures("shared")
@@ -240,6 +253,7 @@ NOTES = {
     "no text": (["--", "/bin/\udce4"], "\\udce4"),
     "empty name": (["--", ""], ""),
     "shell": (["--shell", "--", "/bin/echo s3cret | cat"], "echo"),
+    "shell without dashes": (["--shell", "A=s3cret /bin/echo s3cret"], "echo"),
     "shell, one word": (["--shell", "--", " true;"], "true"),
     "assignments": (["--shell", "--", "A=s3cret B='s3 cret' C=\"x y\" true x"], "true"),
     "assignments alone": (["--shell", "--", "A=s3cret"], "sh"),
@@ -552,6 +566,19 @@ def test_interactive_command(terminal: Callable[..., PseudoTerminal], key: str) 
     session.read_until(b"got hello")
     assert session.wait() == 0
     assert b"/dev/" in session.seen
+
+
+def test_skip_on_a_terminal(terminal: Callable[..., PseudoTerminal], key: str) -> None:
+    """Whoever runs cron's line by hand is told why it does nothing."""
+    with hold_elsewhere(key, note="the night's import"):
+        session = terminal("run_locked", key, "--skip-if-locked", "--", "echo", "ran")
+        session.read_until(b"nothing was run")
+        assert session.wait() == 0
+        quiet = terminal("run_locked", key, "--skip-if-locked", "-v0", "--", "true")
+        assert quiet.wait() == 0
+    assert f"the lock {key!r} was not free: ".encode() in session.seen
+    assert b"the night's import" in session.seen
+    assert quiet.seen == b""
 
 
 def test_interrupt_key(terminal: Callable[..., PseudoTerminal], key: str) -> None:

@@ -71,7 +71,8 @@ def add_command_arguments(parser: CommandParser) -> None:
     add(
         "--skip-if-locked",
         **FLAG,
-        help="When it is taken, exit with 0 in silence. Default: say who has it.",
+        help="When it is taken, exit with 0, and in silence unless standard error is a "
+        "terminal. Default: say who has it.",
     )
     add(
         "--conflict-exit-code",
@@ -101,7 +102,8 @@ def add_command_arguments(parser: CommandParser) -> None:
     form.add_argument(
         "--shell",
         **FLAG,
-        help="COMMAND is one line for /bin/sh. Default: a program and its arguments.",
+        help="COMMAND is one line for /bin/sh, which may follow at once, without --. "
+        "Default: a program and its arguments.",
     )
     form.add_argument(
         "--django",
@@ -195,7 +197,7 @@ def _check_command(command: Sequence[str], shell: bool) -> None:
     if shell and len(command) != 1:
         raise bad_usage(
             f"--shell takes one line, not {len(command)} words: write the "
-            f"line in quotes, as in --shell -- 'one | two'"
+            f"line in quotes, as in --shell 'one | two'"
         )
 
 

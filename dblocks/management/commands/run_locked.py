@@ -50,15 +50,23 @@ MAKING_TABLES = 10.0
 
 
 class RunParser(Parser):
-    """Takes what follows ``--`` as it is."""
+    """Takes what follows ``--``, or without that ``--shell``, as it is."""
 
     advice = f"; {run_plan.SYNOPSIS}"
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        end = words.index("--") if "--" in words else len(words)
-        options = super().parse_args(words[:end], namespace)
-        options.command = words[end + 1 :]
+        if "--" in words:
+            end = words.index("--")
+            words, command = words[:end], words[end + 1 :]
+        elif "--shell" in words:
+            end = words.index("--shell") + 1
+            command = [word for word in words[end : end + 1] if word[:1] != "-"]
+            del words[end : end + len(command)]
+        else:
+            command = []
+        options = super().parse_args(words, namespace)
+        options.command = command
         return options
 
 
@@ -71,7 +79,8 @@ class Command(LockCommand):
     parser_class = RunParser
     stealth_options = ("command",)
     examples = """\
-COMMAND follows "--" and is run as it stands, without a shell.
+COMMAND follows "--" and is run as it stands, without a shell. A line for the shell may
+follow "--shell" itself.
 
 examples:
   once on ten machines, from cron:
@@ -80,7 +89,7 @@ examples:
   migrations of a deployment that several machines start at once:
     manage.py run_locked migrate --wait 600 --django -- migrate --noinput
   a shell line, waiting up to ten seconds:
-    manage.py run_locked backup --wait 10 --shell -- 'pg_dump shop | gzip > shop.gz'
+    manage.py run_locked backup --wait 10 --shell 'pg_dump shop | gzip > shop.gz'
 
 exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
@@ -116,9 +125,11 @@ exit status:
             waiter = Waiter(plan, self.signals.wake)
             lease = self._acquire(plan, waiter, quiet=skip_if_locked)
             if lease is None:
+                conflict = _conflict(plan, waiter.seen)
                 if skip_if_locked:
+                    self._tell(f"{conflict}; nothing was run", cron=False)
                     return
-                self.fail(_conflict(plan, waiter.seen), conflict_exit_code)
+                self.fail(conflict, conflict_exit_code)
             supervisor = Supervisor(
                 lease, plan.kill_after, plan.heeds_requests, self.signals, self._tell
             )
@@ -195,11 +206,13 @@ exit status:
         self._tell(f"{reason}: nothing was run")
         return 128 + (number or 0)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, *, cron: bool = True) -> None:
+        """Say something on standard error; what cron is not to mail, on a terminal."""
         if self.verbosity > 0:
             # Standard error may be closed; the command matters more.
             with suppress(OSError, ValueError):
-                self.stderr.write(f"run_locked: {text}")
+                if cron or self.stderr.isatty():
+                    self.stderr.write(f"run_locked: {text}")
 
 
 class CalledOff(Exception):
