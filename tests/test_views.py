@@ -643,6 +643,44 @@ def test_given_note(ask: Any, key: str, make: Any, note: Any) -> None:
     assert note_of(key) == "for 5"
 
 
+async def loads_user(request: HttpRequest) -> HttpResponse:
+    """An async view that finds out who asks before it takes its lock."""
+    user = await request.auser()  # type: ignore[attr-defined]
+    key = request.headers["X-Key"]
+    async with distributed_lock(key, note=f"checkout by {user}"):
+        return await ainside(request)
+
+
+@pytest.mark.parametrize(
+    ("view", "note", "expected"),
+    [
+        (inside, "", "GET /"),
+        (inside, "checkout by {request.user}", "checkout by somebody"),
+        (ainside, "", "GET /"),
+        (loads_user, None, "checkout by somebody"),
+    ],
+    ids=["default", "asked for", "async default", "async block"],
+)
+def test_note_of_who_asks(
+    site: Site, settings: Any, lock: Any, key: str, view: Any, note: Any, expected: str
+) -> None:
+    """The note names the user where it is asked to, and never by itself."""
+    settings.MIDDLEWARE = [
+        SESSION,
+        "django.contrib.auth.middleware.AuthenticationMiddleware",
+    ]
+    user = User.objects.create_user("somebody")
+    client = site.serve(view if note is None else lock(note=note)(view))
+    client.force_login(user)
+    try:
+        response = client.get("/", headers={"X-Key": key})
+    finally:
+        user.delete()
+        Session.objects.all().delete()
+    assert response.content == b"inside"
+    assert note_of(key) == expected
+
+
 def test_note_without_a_url(lock: Any, key: str) -> None:
     """A request that no URL has been found for: the function is noted."""
     lock()(inside)(RequestFactory().get("/"))
