@@ -93,6 +93,7 @@ ONCE = {
     "admin_browser": "mariadb",  # a browser and our pages; drawn from few rows
     "architecture": "sqlite",  # the text of the source
     "interrupts": "sqlite",  # what a process notes of its own leases
+    "keys": "sqlite",  # texts
     "locale": "sqlite",  # the catalogues
     "locmem": "sqlite",  # another engine
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
