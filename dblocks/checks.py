@@ -36,8 +36,11 @@ W012: Redis may evict locks when its memory is full. Set ``maxmemory-policy
 W013: Redis forgets locks that are held when it restarts, because it has no append-only
     file. Set ``appendonly yes``, and ``appendfsync always`` if no grant may be
     forgotten.
+W014: Waiters can't queue for session locks, because the database is behind a pooler or
+    one of a cluster. Say so with ``OPTIONS={"session_locks": False}``; behind a
+    pooler, connect directly if the order of waiters matters.
 
-W001, W004 and W010 to W013 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W014 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -56,7 +59,8 @@ from .backends.messages import error, warning
 from .conf import backends
 
 ASKED_FOR = {
-    f"dblocks.{check}" for check in ("W001", "W004", "W010", "W011", "W012", "W013")
+    f"dblocks.{check}"
+    for check in ("W001", "W004", "W010", "W011", "W012", "W013", "W014")
 }
 """What is said only to those who ask for checks."""
 
@@ -125,7 +129,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """W001 to W003, W007 and W010 to W013: what the locks' server tells."""
+    """W001 to W003, W007 and W010 to W014: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -25,6 +25,8 @@ from tests import services
 from tests.configurations import (
     CONFIGURATIONS,
     SECONDS_OF_FAULTS,
+    SECONDS_OF_TOPOLOGIES,
+    TOPOLOGIES,
     Configuration,
     seconds,
     shares,
@@ -199,6 +201,9 @@ def divided(
         yield SECONDS_OF_FAULTS, ["tests/faults", *arguments]
     elif arguments:
         yield 0, arguments
+    elif configuration.topologies:
+        paths = [TOPOLOGIES / f"test_{name}.py" for name in configuration.topologies]
+        yield SECONDS_OF_TOPOLOGIES, [str(path) for path in paths]
     else:
         modules = configuration.modules(
             brief=configuration.name in options.brief,
@@ -214,6 +219,8 @@ def main() -> int:
     if not options.databases and (arguments or options.coverage):
         # Arguments select from the tests, and broken copies count for no coverage.
         selected = [each for each in selected if not each.faults]
+    if not options.databases and arguments:
+        selected = [each for each in selected if not each.topologies]
     python = [sys.executable]
     if options.coverage:
         coverage("erase")

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests import services
 
 TESTS = Path(__file__).resolve().parent
+TOPOLOGIES = TESTS / "topologies"
 MODULES = sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
 
 CORE = {
@@ -152,6 +153,7 @@ SECONDS = {
 """How long modules take, more or less, while other runs go on."""
 
 SECONDS_OF_FAULTS = 120
+SECONDS_OF_TOPOLOGIES = 60
 #: What a module takes that is not listed.
 FEW_SECONDS = 5
 #: How long a run takes, more or less.
@@ -173,6 +175,8 @@ class Configuration:
     core: bool = False
     #: Run the quick part of the fault tests, and nothing else.
     faults: bool = False
+    #: Run these modules of the tests of topologies, and nothing else.
+    topologies: tuple[str, ...] = ()
 
     def environment(
         self, folder: Path, server: services.Server | None, run: str
@@ -241,6 +245,11 @@ CONFIGURATIONS = {
         Configuration("redis", engine="redis"),
         Configuration("redlock", engine="redlock"),
         Configuration("zookeeper", engine="zookeeper"),
+        Configuration(
+            "topologies-postgres",
+            "postgres",
+            topologies=("pgbouncer",),
+        ),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
         Configuration("faults-sqlite", faults=True),

@@ -1,4 +1,4 @@
-"""Private MariaDB, PostgreSQL, Redis and ZooKeeper servers for tests and development.
+"""Private database servers, and what stands before them, for tests and development.
 
 A server runs from the binaries that are installed, on a free port of the loopback
 interface, with its data in a temporary folder. It ends with the block, and within a
@@ -435,6 +435,62 @@ class PostgreSQL(Server):
 
     def _client(self, program: str) -> list[str]:
         return [self.program(program), f"--host={self.folder}", f"--port={self.port}"]
+
+
+class PgBouncer(Server):
+    """A private PgBouncer before a PostgreSQL server, which must outlive it.
+
+    ``upstream`` is that server's port; ``mode`` is ``session``, ``transaction`` or
+    ``statement``.
+    """
+
+    name = "pgbouncer"
+    account = "postgres"
+    package = "pgbouncer"
+    stop_signal = signal.SIGINT
+
+    def __init__(
+        self,
+        *,
+        upstream: int,
+        mode: str = "transaction",
+        size: int = 20,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.upstream, self.mode, self.size = upstream, mode, size
+
+    def command(self) -> list[str]:
+        path = self.folder / "config"
+        path.write_text(
+            "[databases]\n"
+            f"* = host={HOST} port={self.upstream} user=postgres\n"
+            "[pgbouncer]\n"
+            f"listen_addr = {HOST}\n"
+            f"listen_port = {self.port}\n"
+            "unix_socket_dir =\n"
+            "auth_type = any\n"
+            f"pool_mode = {self.mode}\n"
+            f"default_pool_size = {self.size}\n"
+            "max_client_conn = 300\n"
+            "ignore_startup_parameters = extra_float_digits\n"
+        )
+        path.chmod(0o644)
+        return [self.program("pgbouncer"), str(path), *self.arguments]
+
+    def ping(self) -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((HOST, self.port), timeout=1),
+        ):
+            return self.running
+        return False
+
+    def create(self, database: str) -> None:
+        """Databases are the server's."""
+
+    def address(self, database: str) -> str:
+        return f"postgres://postgres@{HOST}:{self.port}/{database}"
 
 
 class Redis(Server):

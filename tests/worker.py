@@ -94,6 +94,29 @@ def toil(key: str, seconds: float) -> None:
             pass
 
 
+def contend(
+    key: str, seconds: float, hold: float = 0.0, timeout: float = 10, **options: Any
+) -> None:
+    """Lock and release without a pause; say when first, how often, the longest wait."""
+    from dblocks import LockTimeout, distributed_lock
+
+    grants, longest, tokens = 0, 0.0, list[int | None]()
+    lock = distributed_lock(key, timeout=timeout, **options)
+    until = time.monotonic() + seconds
+    while (asked := time.monotonic()) < until:
+        try:
+            with lock as lease:
+                longest = max(longest, time.monotonic() - asked)
+                grants += 1
+                tokens.append(lease.fencing_token)
+                if grants == 1:
+                    emit("granted", number=grants)
+                time.sleep(hold)
+        except LockTimeout:
+            longest = max(longest, time.monotonic() - asked)
+    emit("contended", grants=grants, longest=longest, tokens=tokens)
+
+
 def count(key: str, account: int, rounds: int, **options: Any) -> None:
     """Add one to a balance, by a plain read and a plain write under the lock."""
     from dblocks import distributed_lock
@@ -173,6 +196,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         attempt,
         race,
         toil,
+        contend,
         count,
         add_in_atomic_block,
         read_in_atomic_block,

@@ -136,6 +136,15 @@ MUTANTS = [
         engines=(POSTGRESQL,),
     ),
     Mutant(
+        "session locks used behind a pooler",
+        "backends/database/dialects/postgresql.py",
+        "connection.connection.info.backend_pid",
+        'ask(connection, "SELECT PG_BACKEND_PID()")[0]',
+        ("tests/topologies/test_pgbouncer.py::test_nothing_is_left_behind",),
+        quick=POSTGRESQL,
+        engines=(POSTGRESQL,),
+    ),
+    Mutant(
         "the row is deleted at release",
         TABLE,
         "    return write(connection, name, grant, count=count)",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from django.apps import apps
 from django.core.checks import CheckMessage
 from django.db import Error, connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..base import BaseBackend
 from ..messages import warning
@@ -14,7 +15,7 @@ from . import dialects
 
 
 class DatabaseChecks(BaseBackend):
-    """The part of the engine that answers system checks: W001 to W005 and W007."""
+    """The part of the engine that answers system checks: W001 to W005, W007, W014."""
 
     def check_configured(self) -> None:
         connections[self.using]
@@ -49,6 +50,10 @@ class DatabaseChecks(BaseBackend):
                 "in DATABASES[…]['OPTIONS'].",
             )
 
+    def _has_session_locks(self, connection: Connection) -> bool:
+        """Tell whether waiters may queue for session locks, as far as is known."""
+        raise NotImplementedError
+
     def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
         if self.using not in databases:
             return
@@ -61,7 +66,19 @@ class DatabaseChecks(BaseBackend):
                     f"Run manage.py migrate dblocks --database {connection.alias}.",
                 )
                 return
-            yield from dialects.of(connection).findings(connection)
+            dialect = dialects.of(connection)
+            yield from dialect.findings(connection)
+            if self._has_session_locks(connection) and not (
+                dialect.has_relied_on_sessions(connection)
+            ):
+                yield warning(
+                    "W014",
+                    f"Waiters for locks in {self.using!r} can't queue in the server: "
+                    f"it is behind a pooler, or one of a cluster.",
+                    "They look at the lock from time to time instead, in no order. Say "
+                    "so in OPTIONS={'session_locks': False}; behind a pooler, connect "
+                    "directly if the order matters.",
+                )
         except Error as error:
             yield warning(
                 "W001",

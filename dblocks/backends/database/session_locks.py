@@ -58,7 +58,7 @@ class Connections:
             new = separate_connection(alias)
             new.ensure_connection()
             if not dialects.of(new).has_relied_on_sessions(new):
-                _without.add(alias)
+                _do_without(alias)
                 raise GateClosed
         except BaseException:
             self.drop(new)
@@ -109,6 +109,16 @@ forks.in_child(pool.__init__)  # type: ignore[misc]
 
 _without: set[str] = set()
 """The databases whose session locks can't be relied on."""
+
+
+def _do_without(alias: str) -> None:
+    if alias not in _without:
+        _without.add(alias)
+        logger.warning(
+            "session locks are not used database=%s: it is behind a pooler, or one of "
+            "a cluster; waiters look at the lock from time to time instead",
+            alias,
+        )
 
 
 def available(connection: Connection) -> bool:
@@ -195,7 +205,7 @@ class SessionLock(Gate):
         do = dialect.try_session_lock if waits else dialect.free_session_lock
         # Without its session there is no gate either, as its next use finds out.
         with suppress(DatabaseError, InterfaceError):
-            dialects.ask(connection, do, [name])
+            dialect.ask_session(connection, do, [name])
         self.shows_waiter = waits
 
     def leave(self) -> None:
@@ -217,7 +227,8 @@ class SessionLock(Gate):
 
     def _free(self, connection: Connection) -> None:
         try:
-            dialects.ask(connection, dialects.of(connection).free_session_locks)
+            dialect = dialects.of(connection)
+            dialect.ask_session(connection, dialect.free_session_locks)
         except (DatabaseError, InterfaceError) as error:
             logger.debug("gate not freed key=%r error=%s", self._key, error)
             pool.drop(connection)

@@ -188,6 +188,12 @@ class Dialect:
         """Tell whether session locks exclude others on this server."""
         return True
 
+    def ask_session(
+        self, connection: Connection, sql: str, params: Sequence[str | int] = ()
+    ) -> Any:
+        """Return what a statement says that concerns the session it runs in."""
+        return ask(connection, sql, params)[0]
+
     #: Waits so many seconds for a session lock of that name; whether it was had.
     take_session_lock: Callable[[Connection, str | int, float], bool]
     #: Tries to take a session lock of that name, without waiting, and frees it.

@@ -45,6 +45,15 @@ class _PreparingCursor(Cursor):
             raw.prepare_threshold = before
 
 
+def _own_session(connection: Any) -> int:
+    """Return which session the driver is connected to, for all that it was told.
+
+    A pooler tells it a number of its own.
+    """
+    session: int = connection.connection.info.backend_pid
+    return session
+
+
 class PostgreSQL(Dialect):
     """PostgreSQL."""
 
@@ -110,7 +119,7 @@ class PostgreSQL(Dialect):
             return
         # Behind a pooler the driver has been told of another session than the one
         # that the statement ran in, and the next may run in a third.
-        direct = session == raw.info.backend_pid
+        direct = session == _own_session(connection)
         raw._dblocks_grants = getattr(raw, "_dblocks_grants", 0) + 1 if direct else 0
 
     def cursor(self, connection: Any) -> Any:
@@ -168,20 +177,36 @@ class PostgreSQL(Dialect):
     def session_lock_name(self, connection: Connection, key: str) -> int:
         return int.from_bytes(digest("dblocks", key)[:8], "big", signed=True)
 
+    def has_relied_on_sessions(self, connection: Connection) -> bool:
+        session = ask(connection, "SELECT PG_BACKEND_PID()")[0]
+        return bool(session == _own_session(connection))
+
+    def ask_session(
+        self, connection: Connection, sql: str, params: Sequence[str | int] = ()
+    ) -> Any:
+        # A pooler may give any transaction another session, which is somebody else's.
+        own = f"{sql} WHERE PG_BACKEND_PID() = %s"
+        row = ask(connection, own, [*params, _own_session(connection)])
+        if row is None:
+            raise InterfaceError("The statement came to a session of somebody else's.")
+        return row[0]
+
     def take_session_lock(
-        self, connection: Any, name: str | int, seconds: float
+        self, connection: Connection, name: str | int, seconds: float
     ) -> bool:
-        milliseconds = max(1, round(seconds * 1000))
-        with connection.cursor() as cursor:
-            if getattr(connection, "_dblocks_timeout", None) != milliseconds:
-                cursor.execute(f"SET lock_timeout = {milliseconds}")
-                connection._dblocks_timeout = milliseconds
-            try:
-                cursor.execute("SELECT pg_advisory_lock(%s)", [name])
-            except DatabaseError as error:
-                if self.is_wait_over(error):
-                    return False
-                raise
+        limit = f"{max(1, math.ceil(seconds * 1000))}ms"
+        try:
+            # The timeout ends with the statement, whatever becomes of it.
+            self.ask_session(
+                connection,
+                "SELECT CASE WHEN SET_CONFIG('lock_timeout', %s, true) <> '' "
+                "THEN PG_ADVISORY_LOCK(%s) END",
+                [limit, name],
+            )
+        except DatabaseError as error:
+            if self.is_wait_over(error):
+                return False
+            raise
         return True
 
     def try_migration_lock(self, connection: Connection) -> bool:

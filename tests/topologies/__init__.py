@@ -1,0 +1,1 @@
+"""What stands between an application and its database: poolers, replicas, clusters."""
