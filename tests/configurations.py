@@ -248,7 +248,7 @@ CONFIGURATIONS = {
         Configuration(
             "topologies-postgres",
             "postgres",
-            topologies=("pgbouncer",),
+            topologies=("orphans", "pgbouncer"),
         ),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),

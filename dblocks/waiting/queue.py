@@ -21,6 +21,12 @@ LOOK_EVERY = 0.0005
 LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been taken for long."""
 
+ABANDONED_FOR = 10.0
+"""Seconds for which nobody here queues at a gate after whoever has it didn't come."""
+
+MOST_ABANDONED = 1000
+"""Gates of which that is noted."""
+
 NEWS = 2 * QUEUE_FOR
 """Seconds for which what the first waiter has seen is good enough for the others.
 
@@ -146,6 +152,9 @@ class WaitQueues:
         # Only joining and leaving, which wait for nothing inside, take it.
         self._mutex = threading.RLock()
         self._queues: dict[tuple[BaseBackend, str], WaitQueue] = {}
+        #: Until when the gates of keys count as abandoned: who has one is stopped, or
+        #: a session that outlived its process.
+        self._abandoned: dict[tuple[BaseBackend, str], float] = {}
 
     def find(self, backend: BaseBackend, key: str) -> WaitQueue | None:
         """Return the queue for a key, if somebody waits for it."""
@@ -174,6 +183,16 @@ class WaitQueues:
             if not queue.waiters:
                 self._queues.pop(place, None)
         queue.wake_first()
+
+    def is_abandoned(self, backend: BaseBackend, key: str) -> bool:
+        """Tell whether to queue at a key's gate is to queue in vain."""
+        return clock.monotonic() < self._abandoned.get((backend, key), 0.0)
+
+    def note_abandoned(self, backend: BaseBackend, key: str) -> None:
+        """Note that whoever has a key's gate didn't come for the key in time."""
+        if len(self._abandoned) >= MOST_ABANDONED:
+            self._abandoned.clear()
+        self._abandoned[backend, key] = clock.monotonic() + ABANDONED_FOR
 
     def freed(self, backend: BaseBackend, key: str) -> None:
         """Tell the first in the queue that the key may be free now."""

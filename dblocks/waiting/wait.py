@@ -209,6 +209,9 @@ class _Wait:
             if let_in or seen.remaining <= 0 or seen.owner == attempt.owner:
                 found = await self.place.call(partial(attempt.make, gate))
                 if isinstance(found, Hold):
+                    overdue = seen.remaining <= -PINNED_GRACE
+                    if overdue and gate and not (gate.held or gate.is_bell):
+                        queues.note_abandoned(self.backend, self.key)
                     return found
                 seen = found
                 queue.saw(seen)
@@ -231,8 +234,12 @@ class _Wait:
         is_bell = gate is not None and gate.is_bell
         if not is_bell and self.attempt.held_here(seen.version):
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
-        if gate is not None and not _is_held(gate):
+        abandoned = queues.is_abandoned(self.backend, self.key)
+        if gate is not None and not _is_held(gate) and not abandoned:
             wait = min(gate.patience(seen.remaining), until - now)
+            if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
+                # After that nobody yields to one that has the gate and doesn't come.
+                wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
                 queue.sleeps(wait)
                 await self.place.call(partial(_enter, gate, wait))

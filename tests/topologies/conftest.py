@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import connection, connections
 
-from dblocks.backends.database import session_locks
+from dblocks.backends.database import dialects, session_locks
 from tests.processes import Fleet, Workers
 from tests.services import PgBouncer
 
 MakePooler = Callable[..., PgBouncer]
+Orphan = Callable[[str], None]
 
 
 @pytest.fixture
@@ -56,6 +58,25 @@ def workers_through(
     for workers, fleet in fleets:
         workers.close()
         fleet.close()
+
+
+@pytest.fixture
+def orphan(postgres: int) -> Iterator[Orphan]:
+    """Keep the session lock of a key in a session that nobody of ours knows."""
+    place = {name: connection.settings_dict[name] for name in ("HOST", "PORT", "USER")}
+    with psycopg.connect(
+        host=place["HOST"],
+        port=place["PORT"],
+        user=place["USER"],
+        dbname=connection.settings_dict["NAME"],
+        autocommit=True,
+    ) as stranger:
+
+        def keep(key: str) -> None:
+            name = dialects.of(connection).session_lock_name(connection, key)
+            stranger.execute("SELECT PG_ADVISORY_LOCK(%s)", [name])
+
+        yield keep
 
 
 @pytest.fixture
