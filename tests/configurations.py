@@ -248,7 +248,7 @@ CONFIGURATIONS = {
         Configuration(
             "topologies-postgres",
             "postgres",
-            topologies=("orphans", "pgbouncer"),
+            topologies=("orphans", "pgbouncer", "pool"),
         ),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -96,6 +97,71 @@ def close(connection: Connection) -> None:
         connection.close()
     except Error:
         logger.debug("closing failed database=%s", connection.alias, exc_info=True)
+
+
+KEPT_IDLE = 2.0
+"""Seconds for which an unused connection waits for the next user."""
+
+
+class IdleConnections:
+    """Connections of dblocks' own that nobody uses for a moment.
+
+    Nothing here may wait for another thread: the garbage collector or a signal handler
+    may run any of it in the middle of itself.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[str, deque[tuple[float, Connection]]] = {}
+        self._tidying = threading.Lock()
+
+    def find(self, alias: str) -> Connection | None:
+        """Return one to a database, if there is one."""
+        with suppress(IndexError):
+            return self._idle.setdefault(alias, deque()).pop()[1]
+        return None
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep a connection for the next user."""
+        idle = self._idle.setdefault(connection.alias, deque())
+        idle.append((time.monotonic(), connection))
+        self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        if self._tidying.acquire(blocking=False):
+            timer = threading.Timer(KEPT_IDLE, self._tidy)
+            timer.daemon, timer.name = True, "dblocks-idle"
+            try:
+                timer.start()
+            except BaseException as error:
+                self._tidying.release()
+                if not isinstance(error, RuntimeError):
+                    raise
+
+    def _tidy(self) -> None:
+        self._tidying.release()
+        self.close_idle(KEPT_IDLE / 2)
+        if any(self._idle.values()):
+            self._tidy_later()
+
+    def drop(self, connection: Connection | None) -> None:
+        """Close a connection."""
+        if connection is not None:
+            close(connection)
+
+    def close_idle(self, older_than: float = 0.0) -> None:
+        """Close what has been idle for so many seconds."""
+        since = time.monotonic() - older_than
+        for idle in list(self._idle.values()):
+            # Others may take what is seen here.
+            with suppress(IndexError):
+                while idle[0][0] <= since:
+                    self.drop(idle.popleft()[1])
+
+
+idle = IdleConnections()
+"""What serves in the place of connections that would come from a pool."""
+
+forks.in_child(idle.__init__)  # type: ignore[misc]
 
 
 def run_apart() -> None:
@@ -216,6 +282,8 @@ def _connection(alias: str, *, writes: bool) -> Connection:
         apart = not in_test and dialects.of(connection).has_row_locks
         return _beside(alias) if apart else connection
     if connection.connection is None:
+        if _would_use_pool(connection):
+            return connection
         connection.ensure_connection()
     if not connection.autocommit:
         raise TransactionManagementError(
@@ -227,6 +295,31 @@ def _connection(alias: str, *, writes: bool) -> Connection:
             return _beside(alias)
         _thread.unusable.pop(alias, None)
     return connection
+
+
+def _would_use_pool(connection: Connection) -> bool:
+    """Tell whether it is Django's, and opening it takes one out of a pool."""
+    closed = connection.connection is None
+    return closed and bool(connection.settings_dict["OPTIONS"].get("pool"))
+
+
+def _spare(connection: Connection) -> Connection | None:
+    """Return one to use in the place of another, where that can't serve."""
+    alias = connection.alias
+    if _would_use_pool(connection):
+        # Who waits must not use up the pool, and who holds must be able to release.
+        return idle.find(alias) or separate_connection(alias)
+    busy = _thread.busy
+    if busy and connection in busy and dialects.of(connection).has_row_locks:
+        return separate_connection(alias)
+    return None
+
+
+def _put_away(spare: Connection, *, served: bool) -> None:
+    if served and _would_use_pool(connections[spare.alias]):
+        idle.give_back(spare)
+    else:
+        idle.drop(spare)
 
 
 def run(
@@ -253,14 +346,15 @@ def run(
     busy = _thread.busy
     while True:
         connection = _connection(alias, writes=writes)
-        spare = None
-        if busy and connection in busy and dialects.of(connection).has_row_locks:
-            connection = spare = separate_connection(alias)
+        spare, served = _spare(connection), False
+        connection = spare or connection
         busy.append(connection)
         try:
             waited = time.monotonic() - started
             with dialects.of(connection).waiting(connection, patience, waited):
-                return operation(connection, *arguments)
+                result = operation(connection, *arguments)
+            served = True
+            return result
         except (DatabaseError, InterfaceError) as error:
             dialect = dialects.known(connection)
             sits_out = dialect.sits_out(connection) if patience is None else patience
@@ -274,7 +368,7 @@ def run(
         finally:
             busy.remove(connection)
             if spare is not None:
-                close(spare)
+                _put_away(spare, served=served)
             elif _thread.beside:
                 _discard_if_idle(alias, connection)
         attempt += 1

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -26,29 +25,26 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ... import forks
 from ..gates import Gate, GateClosed
 from . import dialects, transactions
-from .connections import close, separate_connection
+from .connections import IdleConnections, separate_connection
 
 logger = logging.getLogger("dblocks")
 
 MAX_GATES = 32
 """Connections that a process opens for gates; waiters beyond them do without."""
 
-KEPT_IDLE = 2.0
-"""Seconds for which an unused connection waits for the next waiter."""
 
-
-class Connections:
+class Connections(IdleConnections):
     """The connections that the gates of this process stand on."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, deque[tuple[float, Connection]]] = {}
+        super().__init__()
         self._places = deque(range(MAX_GATES))
-        self._tidying = threading.Lock()
 
     def take(self, alias: str) -> Connection:
         """Return a connection, or raise ``GateClosed`` when there are too many."""
-        with suppress(IndexError):
-            return self._idle.setdefault(alias, deque()).pop()[1]
+        idle = self.find(alias)
+        if idle is not None:
+            return idle
         try:
             self._places.pop()
         except IndexError:
@@ -65,42 +61,10 @@ class Connections:
             raise
         return new
 
-    def give_back(self, connection: Connection) -> None:
-        """Keep a connection without locks for the next gate."""
-        self._idle[connection.alias].append((time.monotonic(), connection))
-        self._tidy_later()
-
-    def _tidy_later(self) -> None:
-        if self._tidying.acquire(blocking=False):
-            timer = threading.Timer(KEPT_IDLE, self._tidy)
-            timer.daemon, timer.name = True, "dblocks-idle"
-            try:
-                timer.start()
-            except BaseException as error:
-                self._tidying.release()
-                if not isinstance(error, RuntimeError):
-                    raise
-
-    def _tidy(self) -> None:
-        self._tidying.release()
-        self.close_idle(KEPT_IDLE / 2)
-        if any(self._idle.values()):
-            self._tidy_later()
-
     def drop(self, connection: Connection | None) -> None:
         """Close a connection, and with it free whatever it has locked."""
         self._places.append(0)
-        if connection is not None:
-            close(connection)
-
-    def close_idle(self, older_than: float = 0.0) -> None:
-        """Close what has been idle for so many seconds."""
-        since = time.monotonic() - older_than
-        for idle in list(self._idle.values()):
-            # Others may take what is seen here.
-            with suppress(IndexError):
-                while idle[0][0] <= since:
-                    self.drop(idle.popleft()[1])
+        super().drop(connection)
 
 
 pool = Connections()
