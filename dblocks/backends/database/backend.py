@@ -12,15 +12,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import (
     DEFAULT_DB_ALIAS,
     DatabaseError,
-    NotSupportedError,
     OperationalError,
     connections,
     router,
 )
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
-from django.db.transaction import TransactionManagementError
 
-from ...exceptions import LeaseLost
 from ...permits import apart, row_keys
 from ..base import Renewer
 from ..gates import Gate
@@ -45,17 +42,16 @@ from . import (
 from .checks import DatabaseChecks
 from .connections import (
     can_write,
-    pin_connection,
-    reading_beside,
     run,
     short_waits,
     warn_of_snapshot,
 )
+from .guards import DatabaseGuards
 
 T = TypeVar("T")
 
 
-class DatabaseBackend(DatabaseChecks):
+class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
 
     Option ``using``: the database alias; by default the router's for writing. Option
@@ -64,7 +60,6 @@ class DatabaseBackend(DatabaseChecks):
     found out as far as it can be.
     """
 
-    has_guard = True
     has_table = True
     option_names = frozenset({"using", "session_locks"})
 
@@ -255,84 +250,6 @@ class DatabaseBackend(DatabaseChecks):
 
     def can_write(self) -> bool:
         return can_write(self.using)
-
-    def guard(self, grants: Sequence[Grant], using: str | None) -> None:
-        key = grants[0].key
-        if using is not None and using != self.using:
-            raise NotSupportedError(
-                f"The lock {key!r} is in the database {self.using!r} and can't "
-                f"be guarded in a transaction on {using!r}. Use atomic=True, or a "
-                f"FencedModel."
-            )
-        connection = connections[self.using]
-        if not transactions.in_transaction(connection):
-            if transactions.transaction_is_open():
-                raise NotSupportedError(
-                    f"The lock {key!r} is in the database {self.using!r}, where "
-                    f"no transaction is open, and can't be guarded in one on another "
-                    f"database. Use atomic=True, or a FencedModel."
-                )
-            raise TransactionManagementError(
-                f"guard() needs an open transaction on the database {self.using!r}: "
-                f"call it inside transaction.atomic(), or use atomic=True."
-            )
-        self._verify(connection, grants)
-
-    def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
-        connection = connections[self.using]
-        # Of several databases the first commits last.
-        last = self.using not in aliases or self.using == aliases[0]
-        can_pin = dialects.of(connection).has_row_locks
-        if transactions.in_test_case(connection) or (
-            connection.in_atomic_block and (last or not can_pin)
-        ):
-            self._verify(connection, grants, commits=True)
-        else:
-            self._verify(pin_connection(self.using), grants)
-
-    def _verify(
-        self, connection: Connection, grants: Sequence[Grant], *, commits: bool = False
-    ) -> None:
-        dialect = dialects.of(connection)
-        missing, error = list(grants), None
-        try:
-            missing = table.pin(connection, grants)
-        except DatabaseError as raised:
-            if not dialect.is_stale_snapshot(raised) and not self._is_busy(raised):
-                raise
-            error = raised
-        if not missing:
-            return
-        seen = self._seen_beside(connection, missing)
-        reasons = {
-            grant: seen[grant.key].reason_for(grant) if grant.key in seen else "taken"
-            for grant in missing
-        }
-        lost = [grant for grant in missing if reasons[grant]] or missing
-        if not dialect.has_row_locks and error is not None and not reasons[lost[0]]:
-            # SQLite's one writer is, or was, somebody else: this transaction, which
-            # began by reading, has written nothing and won't.
-            if commits:
-                return
-            raise error
-        raise LeaseLost(
-            apart(lost[0].key)[0],
-            fencing_token=lost[0].version,
-            reason=reasons[lost[0]] or "taken",
-        )
-
-    def _seen_beside(
-        self, connection: Connection, grants: Sequence[Grant]
-    ) -> dict[str, Reading]:
-        """Read what the caller's transaction may not see, or not yet."""
-        keys = [grant.key for grant in grants]
-        try:
-            if dialects.of(connection).has_row_locks:
-                return self.read_all(keys)
-            with reading_beside(connection) as beside:
-                return table.read_all(beside, keys)
-        except DatabaseError:
-            return {}
 
     # Operators
 

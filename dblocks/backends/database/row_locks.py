@@ -261,7 +261,8 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
     """Lock the rows if all are free of a lease; ``None`` if not, or if unseen.
 
     Where transactions have snapshots, a ``mark`` sees to it that PostgreSQL refuses the
-    row to the next one if its snapshot is older than this one's commit.
+    row to the next one if its snapshot is older than this one's commit. In a cluster
+    it makes one of two transactions on different nodes fail.
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
@@ -282,7 +283,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
             if len(rows) < len(wait.keys):
                 # Where that is possible, the others are let go.
                 raise Incomplete
-            if mark and isolation not in WITHOUT_SNAPSHOT:
+            if dialect.certifies or (mark and isolation not in WITHOUT_SNAPSHOT):
                 for key in rows:
                     table.touch(connection, key)
             return rows

@@ -228,7 +228,16 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
     """
     sql = _texts(connection).pin(len(grants))
     pinned = set(fetch(connection, sql, all_slots(grants)))
-    return [grant for grant in grants if (grant.key, grant.version) not in pinned]
+    missing = [grant for grant in grants if (grant.key, grant.version) not in pinned]
+    if not missing and dialects.of(connection).certifies:
+        touch_current(connection, grants)
+    return missing
+
+
+def touch_current(connection: Connection, grants: Sequence[Grant]) -> bool:
+    """Write the rows of grants, changing next to nothing; whether all are current."""
+    sql = _texts(connection).touch_current(len(grants))
+    return execute(connection, sql, all_slots(grants))[0] == len(grants)
 
 
 def touch(connection: Connection, key: str) -> bool:

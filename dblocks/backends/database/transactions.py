@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
@@ -33,6 +33,9 @@ class _Thread(threading.local):
         #: Keys whose rows a transaction has locked, by database, and how many blocks
         #: were open then.
         self.row_locks: dict[tuple[str, str], int] = {}
+        #: What guards have to say when the commit of their transaction fails, by
+        #: database.
+        self.guards: dict[str, list[Callable[[DatabaseError], object]]] = {}
 
 
 _thread = _Thread()
@@ -105,6 +108,14 @@ def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
         )
 
 
+def if_commit_fails(alias: str, function: Callable[[DatabaseError], object]) -> None:
+    """Call a function with the error if the open transaction can't be committed.
+
+    What it raises takes the place of that error.
+    """
+    _thread.guards.setdefault(alias, []).append(function)
+
+
 def watch() -> None:
     """Learn of every transaction's end, by commit or by rollback."""
     enter, leave = transaction.Atomic.__enter__, transaction.Atomic.__exit__
@@ -124,8 +135,14 @@ def watch() -> None:
         try:
             thread.leaving = outer + 1
             return leave(self, exc_type, exc, traceback)
+        except DatabaseError as error:
+            if exc_type is None and thread.guards:
+                _ask_guards(transaction.get_connection(self.using), error)
+            raise
         finally:
             thread.leaving = outer
+            if thread.guards:
+                _forget_guards(transaction.get_connection(self.using))
             if thread.row_locks:
                 _forget_row_locks(transaction.get_connection(self.using), exc_type)
             # The hooks of a commit run before the end of the outermost block.
@@ -135,6 +152,17 @@ def watch() -> None:
     watched_leave._dblocks = True  # type: ignore[attr-defined]
     transaction.Atomic.__enter__ = watched_enter  # type: ignore[method-assign]
     transaction.Atomic.__exit__ = watched_leave  # type: ignore[method-assign]
+
+
+def _ask_guards(connection: Connection, error: DatabaseError) -> None:
+    if not in_transaction(connection):
+        for guard in _thread.guards.pop(connection.alias, []):
+            guard(error)
+
+
+def _forget_guards(connection: Connection) -> None:
+    if not in_transaction(connection):
+        _thread.guards.pop(connection.alias, None)
 
 
 def _forget_row_locks(connection: Connection, exc_type: object) -> None:

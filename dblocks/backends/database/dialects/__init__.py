@@ -61,7 +61,10 @@ def _server(connection: Connection) -> tuple[str, str, str]:
 
 
 def _ask(connection: Any) -> Dialect:
-    if not connection.mysql_is_mariadb:
-        return MySQL()
-    row = ask(connection, "SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
-    return SnapshotMariaDB() if row else MariaDB()
+    wsrep_on = ask(connection, "SHOW VARIABLES LIKE 'wsrep_on'")
+    in_cluster = wsrep_on is not None and wsrep_on[1].upper() == "ON"
+    kind = MySQL
+    if connection.mysql_is_mariadb:
+        row = ask(connection, "SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+        kind = SnapshotMariaDB if row else MariaDB
+    return kind(in_cluster=in_cluster)

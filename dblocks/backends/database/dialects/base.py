@@ -54,6 +54,9 @@ class Dialect:
     exact_collation: str | None = None
     #: A transaction's snapshot can hide a row as it is now from a locking read.
     snapshots_hide_rows = False
+    #: The server is a node of a cluster that compares what its nodes have written when
+    #: a transaction commits, and tells no node of another one's row locks.
+    certifies = False
     #: Rows stay locked that turned out not to match, or in a savepoint rolled back.
     keeps_row_locks = False
 
@@ -140,6 +143,10 @@ class Dialect:
     def is_wait_over(self, error: BaseException) -> bool:
         """Tell whether a bounded wait for a row's lock ran out."""
         return self.code(error) in self.wait_over
+
+    def has_lost_conflict(self, error: BaseException) -> bool:
+        """Tell whether a transaction was ended in favour of another one."""
+        return False
 
     def means_taken(self, error: BaseException) -> bool:
         """Tell whether a statement that must not wait for long met a locked row."""

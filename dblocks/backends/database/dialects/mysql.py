@@ -37,6 +37,11 @@ class MySQL(Dialect):
     shortest_queueing = 1.0
     oldest: tuple[int, ...] = (8, 0, 11)
 
+    def __init__(self, *, in_cluster: bool = False) -> None:
+        # Galera replicates what is written, and neither row locks nor session locks.
+        self.certifies = in_cluster
+        self.has_session_locks = not in_cluster
+
     after = "({} + INTERVAL {} SECOND)".format
     seconds_until = f"(TIMESTAMPDIFF(MICROSECOND, {now}, {{}}) / 1e6)".format
     next_version = "LAST_INSERT_ID({})".format
@@ -82,6 +87,9 @@ class MySQL(Dialect):
     def code(self, error: BaseException) -> object:
         return error.args[0] if error.args else None
 
+    def has_lost_conflict(self, error: BaseException) -> bool:
+        return self.code(error) == 1213
+
     def is_lost(self, error: BaseException) -> bool:
         return isinstance(error, InterfaceError) or self.code(error) in self._LOST
 
@@ -114,11 +122,6 @@ class MySQL(Dialect):
         # Of the whole server, at most 64 characters, and not case-sensitive.
         database = str(connection.settings_dict["NAME"])
         return f"dblocks:{digest(database, key).hex()[:40]}"
-
-    def has_relied_on_sessions(self, connection: Connection) -> bool:
-        # A Galera cluster doesn't replicate them.
-        row = ask(connection, "SHOW VARIABLES LIKE 'wsrep_on'")
-        return row is None or row[1].upper() != "ON"
 
     def take_session_lock(
         self, connection: Connection, name: str | int, seconds: float

@@ -1,0 +1,153 @@
+"""The guard: grants verified in a transaction, and pinned until its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from django.db import DatabaseError, NotSupportedError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
+
+from ...exceptions import LeaseLost
+from ...permits import apart
+from ..base import BaseBackend
+from ..values import Grant, Reading
+from . import dialects, table, transactions
+from .connections import pin_connection, reading_beside, run
+
+logger = logging.getLogger("dblocks")
+
+
+class DatabaseGuards(BaseBackend):
+    """The part of the engine that guards the caller's transactions."""
+
+    has_guard = True
+
+    def guard(self, grants: Sequence[Grant], using: str | None) -> None:
+        key = grants[0].key
+        if using is not None and using != self.using:
+            raise NotSupportedError(
+                f"The lock {key!r} is in the database {self.using!r} and can't "
+                f"be guarded in a transaction on {using!r}. Use atomic=True, or a "
+                f"FencedModel."
+            )
+        connection = connections[self.using]
+        if not transactions.in_transaction(connection):
+            if transactions.transaction_is_open():
+                raise NotSupportedError(
+                    f"The lock {key!r} is in the database {self.using!r}, where "
+                    f"no transaction is open, and can't be guarded in one on another "
+                    f"database. Use atomic=True, or a FencedModel."
+                )
+            raise TransactionManagementError(
+                f"guard() needs an open transaction on the database {self.using!r}: "
+                f"call it inside transaction.atomic(), or use atomic=True."
+            )
+        self._verify(connection, grants)
+
+    def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
+        connection = connections[self.using]
+        # Of several databases the first commits last.
+        last = self.using not in aliases or self.using == aliases[0]
+        can_pin = dialects.of(connection).has_row_locks
+        if transactions.in_test_case(connection) or (
+            connection.in_atomic_block and (last or not can_pin)
+        ):
+            self._verify(connection, grants, commits=True)
+        else:
+            if dialects.of(connection).certifies:
+                # What pins the rows is rolled back, which the other nodes never see.
+                self._touch(grants)
+            self._verify(pin_connection(self.using), grants)
+
+    def _verify(
+        self, connection: Connection, grants: Sequence[Grant], *, commits: bool = False
+    ) -> None:
+        dialect = dialects.of(connection)
+        missing, error = list(grants), None
+        blame = partial(self._blame, grants)
+        if dialect.certifies:
+            transactions.if_commit_fails(connection.alias, blame)
+        try:
+            missing = table.pin(connection, grants)
+        except DatabaseError as raised:
+            blame(raised)
+            if not dialect.is_stale_snapshot(raised) and not _is_busy(dialect, raised):
+                raise
+            error = raised
+        if not missing:
+            return
+        lost, reason = self._first_lost(connection, missing)
+        if not dialect.has_row_locks and error is not None and not reason:
+            # SQLite's one writer is, or was, somebody else: this transaction, which
+            # began by reading, has written nothing and won't.
+            if commits:
+                return
+            raise error
+        raise _lease_lost(lost, reason)
+
+    def _blame(self, grants: Sequence[Grant], error: DatabaseError) -> None:
+        """Raise ``LeaseLost`` if a transaction lost a conflict over these grants.
+
+        A node may learn of the next grant only when a transaction commits.
+        """
+        dialect = dialects.known(connections[self.using])
+        if not dialect.certifies or not dialect.has_lost_conflict(error):
+            return
+        try:
+            self._touch(grants)
+        except DatabaseError:
+            # What can't be asked now isn't known: the error stays the database's.
+            logger.debug("asking the cluster failed", exc_info=True)
+
+    def _touch(self, grants: Sequence[Grant]) -> None:
+        """See to it that all nodes agree that these grants are current.
+
+        Raises:
+            LeaseLost: They don't.
+        """
+        connection = connections[self.using]
+        try:
+            if run(self.using, table.touch_current, grants, patience=0.0):
+                return
+        except DatabaseError as error:
+            if not dialects.of(connection).has_lost_conflict(error):
+                raise
+        raise _lease_lost(*self._first_lost(connection, grants))
+
+    def _first_lost(
+        self, connection: Connection, grants: Sequence[Grant]
+    ) -> tuple[Grant, str | None]:
+        """Return the first of some grants that is lost, or may be, and why."""
+        seen = self._seen_beside(connection, grants)
+        reasons = {
+            grant: seen[grant.key].reason_for(grant) if grant.key in seen else "taken"
+            for grant in grants
+        }
+        lost = next((grant for grant in grants if reasons[grant]), grants[0])
+        return lost, reasons[lost]
+
+    def _seen_beside(
+        self, connection: Connection, grants: Sequence[Grant]
+    ) -> dict[str, Reading]:
+        """Read what the caller's transaction may not see, or not yet."""
+        keys = [grant.key for grant in grants]
+        try:
+            if dialects.of(connection).has_row_locks:
+                return self.read_all(keys)
+            with reading_beside(connection) as beside:
+                return table.read_all(beside, keys)
+        except DatabaseError:
+            return {}
+
+
+def _lease_lost(grant: Grant, reason: str | None) -> LeaseLost:
+    key, version = apart(grant.key)[0], grant.version
+    return LeaseLost(key, fencing_token=version, reason=reason or "taken")
+
+
+def _is_busy(dialect: dialects.Dialect, error: DatabaseError) -> bool:
+    """Tell whether SQLite's one writer is somebody else."""
+    return not dialect.has_row_locks and dialect.is_transient(error)
