@@ -92,6 +92,7 @@ def available(connection: Connection) -> bool:
         and connection.alias not in _without
         # Django's setting for poolers that give each transaction another session.
         and not connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        and not dialects.of(connection).waits_for_all(connection)
         and not transactions.in_test_case(connection)
     )
 

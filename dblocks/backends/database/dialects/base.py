@@ -201,6 +201,10 @@ class Dialect:
         """Return what a statement says that concerns the session it runs in."""
         return ask(connection, sql, params)[0]
 
+    def waits_for_all(self, connection: Connection) -> bool:
+        """Tell whether who waits for the server stops all greenlets of the process."""
+        return False
+
     #: Waits so many seconds for a session lock of that name; whether it was had.
     take_session_lock: Callable[[Connection, str | int, float], bool]
     #: Tries to take a session lock of that name, without waiting, and frees it.

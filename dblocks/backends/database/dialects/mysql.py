@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -122,6 +123,12 @@ class MySQL(Dialect):
         # Of the whole server, at most 64 characters, and not case-sensitive.
         database = str(connection.settings_dict["NAME"])
         return f"dblocks:{digest(database, key).hex()[:40]}"
+
+    def waits_for_all(self, connection: Any) -> bool:
+        # The drivers but one wait in C, which gevent can't interrupt.
+        monkey: Any = sys.modules.get("gevent.monkey")
+        patched = monkey is not None and monkey.is_module_patched("socket")
+        return patched and connection.Database.__name__ != "pymysql"
 
     def take_session_lock(
         self, connection: Connection, name: str | int, seconds: float
