@@ -271,6 +271,18 @@ def test_span_of_an_async_wait(
     assert seen.count("dblocks.acquired") == 3
 
 
+def test_async_grant(lock: Locks, seen: Seen, backend: str) -> None:
+    """An event loop, which has no connection of its own, knows the server too."""
+
+    async def take() -> None:
+        async with lock():
+            assert seen.count("dblocks.held") == 1
+
+    async_to_sync(take)()
+    (point,) = seen.points("dblocks.acquired")
+    assert point.attributes.get("db.system.name") == system(backend)
+
+
 def test_templates(seen: Seen, backend: str, key: str) -> None:
     """A decorated lock has its template for a name, whatever the key."""
     first, second = f"{key}:{{one}}", f"{key}:b:{{two}}"
