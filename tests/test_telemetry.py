@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -21,10 +23,20 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals, telemetry
+import dblocks
+from dblocks import (
+    Lease,
+    LeaseLost,
+    Lock,
+    LockTimeout,
+    distributed_lock,
+    signals,
+    telemetry,
+)
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
+from tests.documents import DOCS, files
 from tests.fixtures import OtherThread
 from tests.processes import ROOT
 from tests.test_ownership import in_forked_child
@@ -473,6 +485,51 @@ def test_lock_in_the_middle_of_a_report(
     assert reentered.calls == 2
     assert seen.count("dblocks.timeouts") == 2
     assert not caplog.records
+
+
+def test_app_on_the_page() -> None:
+    """The app that the documentation shows switches telemetry on."""
+    names: dict[str, Any] = {"__name__": "shop.apps"}
+    exec(files("observability.md")["shop/apps.py"], names)
+    try:
+        names["ShopConfig"]("shop", dblocks).ready()
+        assert signals.observer is not None
+    finally:
+        telemetry.uninstrument()
+    assert signals.observer is None
+
+
+def prometheus(metric: Any) -> set[str]:
+    """Return the names that Prometheus gives a metric that comes by OTLP."""
+    data = metric.data
+    name = metric.name.replace(".", "_") + ("_seconds" if metric.unit == "s" else "")
+    if hasattr(data.data_points[0], "bucket_counts"):
+        return {f"{name}_{part}" for part in ("bucket", "count", "sum")}
+    return {f"{name}_total" if data.is_monotonic else name}
+
+
+@pytest.mark.database_backend
+def test_dashboard_asks_for_what_there_is(
+    lock: Locks, acquire: Leases, other: OtherThread, key: str, seen: Seen
+) -> None:
+    """The dashboard has every metric that is reported, by name, and no other."""
+    lease = acquire(lease=600)
+    assert other.do(lock().try_acquire) is None
+    assert DistributedLock.objects.force_release(key)
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    eventually(lambda: seen.points("dblocks.lost"), what="the loss")
+    metrics = [prometheus(metric) for metric in seen.metrics().values()]
+    labels = {"dblocks_lock", "dblocks_backend"}
+
+    board = json.loads((DOCS / "dashboards" / "dblocks.json").read_text())
+    asked = "".join(
+        target["expr"] for panel in board["panels"] for target in panel["targets"]
+    ) + "".join(each.get("definition", "") for each in board["templating"]["list"])
+    names = set(re.findall(r"dblocks_\w+", asked)) - labels
+    assert names <= set().union(*metrics)
+    assert [metric for metric in metrics if not metric & names] == []
+    assert set(re.findall(r"by \((\w+)\)", asked)) <= {*labels, "le", "reason"}
 
 
 PROGRAM = """
