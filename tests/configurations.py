@@ -248,7 +248,7 @@ CONFIGURATIONS = {
         Configuration(
             "topologies-postgres",
             "postgres",
-            topologies=("orphans", "pgbouncer", "pool"),
+            topologies=("orphans", "pgbouncer", "pool", "replication"),
         ),
         Configuration("galera", topologies=("galera", "gevent")),
         Configuration("faults-mariadb", "mariadb", faults=True),

@@ -437,6 +437,34 @@ class PostgreSQL(Server):
         return [self.program(program), f"--host={self.folder}", f"--port={self.port}"]
 
 
+class Standby(PostgreSQL):
+    """A streaming replica of a PostgreSQL server, by the name of ``standby``."""
+
+    def __init__(self, *, primary: PostgreSQL, **options: Any) -> None:
+        super().__init__(**options)
+        self.primary = primary
+
+    def initialise(self) -> None:
+        self.order(
+            self.program("pg_basebackup"),
+            f"--pgdata={self.folder / 'data'}",
+            f"--host={HOST}",
+            f"--port={self.primary.port}",
+            "--username=postgres",
+            "--checkpoint=fast",
+            "--write-recovery-conf",
+            "--no-sync",
+        )
+
+    def command(self) -> list[str]:
+        return [*super().command(), "-c", "cluster_name=standby"]
+
+    def promote(self) -> None:
+        """Make it the primary, and wait until it is."""
+        psql = [*self._client("psql"), "--username=postgres", "--dbname=postgres"]
+        self.order(*psql, "--command=SELECT pg_promote()")
+
+
 class PgBouncer(Server):
     """A private PgBouncer before a PostgreSQL server, which must outlive it.
 
