@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from dblocks import distributed_lock
 from dblocks.backends.database import connections as own
 from tests.fixtures import OtherThread
 from tests.processes import Workers
-from tests.timing import always, eventually, takes
+from tests.timing import DEADLINE, always, eventually, takes
 
 SIZE = 2
 TIMEOUT = 1
@@ -112,3 +112,25 @@ def test_open_connections_serve(pooled: str, key: str) -> None:
     before = sessions()
     with distributed_lock(key, backend=pooled):
         assert sessions() == before
+
+
+def test_nested_locks(
+    pooled: str, key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """More threads than connections nest locks and close what they have: none waits."""
+
+    def nest(number: int) -> None:
+        outer = distributed_lock(f"{key}:{number % SIZE}", backend=pooled)
+        inner = distributed_lock(key, backend=pooled, timeout=DEADLINE)
+        for _ in range(5):
+            lease = outer.acquire(timeout=DEADLINE)
+            with transaction.atomic(pooled), inner:
+                pass
+            connections[pooled].close()
+            assert lease.release()
+
+    running = [threads().start(nest, number) for number in range(4 * SIZE)]
+    for each in running:
+        each.result(2 * DEADLINE)
+    keys = [key, *(f"{key}:{number}" for number in range(SIZE))]
+    assert not any(distributed_lock(each, backend=pooled).locked() for each in keys)
