@@ -38,6 +38,7 @@ def main() -> None:
     with distributed_lock(f"{key}:own", lease=2) as own:
         print("ready", flush=True)
         ticks = gevent.spawn(tick)
+        gevent.sleep(0.1)
         with distributed_lock(key, timeout=15):
             gevent.sleep(0.1)
         ticks.kill()

@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from django.db import connections
 
-from dblocks import Lease, distributed_lock
+from dblocks import distributed_lock
+from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock, TokenFloor
-from tests.fixtures import OtherThread
 from tests.processes import ROOT
 from tests.services import MariaDB
-from tests.timing import DEADLINE, eventually, scaled
+from tests.timing import DEADLINE, scaled
 
 pytestmark = pytest.mark.database_backend
 
@@ -57,19 +57,24 @@ def server(
 
 
 @pytest.fixture
-def queued_for(server: MariaDB, key: str, other: OtherThread) -> Lease:
-    """Return a lease that was waited for: its session lock is taken with it."""
-    lock = distributed_lock(key, backend=ALIAS, timeout=DEADLINE)
-    first = lock.acquire()
-    waiting = other.start(lock.acquire)
-    eventually(lambda: DistributedLock.objects.using(ALIAS).waiters(key))
-    first.release()
-    lease: Lease = waiting.result(DEADLINE)
-    return lease
+def queued_for(server: MariaDB, key: str) -> Iterator[Callable[[], None]]:
+    """Hold the key, with its session lock as after a wait; return what frees both."""
+    lease = distributed_lock(key, backend=ALIAS).acquire()
+    beside = connections[ALIAS].copy()
+    dialect = dialects.of(beside)
+    name = dialect.session_lock_name(beside, key)
+    assert dialect.take_session_lock(beside, name, 0)
+
+    def free() -> None:
+        lease.release()
+        beside.close()
+
+    yield free
+    free()
 
 
 def test_waiting_stops_no_other_greenlet(
-    server: MariaDB, queued_for: Lease, key: str, other: OtherThread
+    server: MariaDB, queued_for: Callable[[], None], key: str
 ) -> None:
     """With mysqlclient, which waits in C, a worker doesn't wait in the server."""
     worker = subprocess.Popen(
@@ -84,7 +89,7 @@ def test_waiting_stops_no_other_greenlet(
             assert worker.stdout is not None
             assert worker.stdout.readline() == "ready\n"
             time.sleep(scaled(2.5))
-            other.do(queued_for.release)
+            queued_for()
             report = json.loads(worker.communicate(timeout=DEADLINE)[0])
         finally:
             worker.kill()
