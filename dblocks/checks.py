@@ -1,11 +1,16 @@
 """System checks: what can be wrong with a deployment, before it goes wrong.
 
-Errors concern the settings alone. What concerns a server is a warning and tagged
-``database``: ``manage.py check --database default`` asks for it, after ``migrate`` in a
-deployment. Each has a section in the documentation, where its hint leads.
+Errors concern the settings alone, or a server that can't be used at all. What else
+concerns a server is a warning. All about servers are tagged ``database``: ``manage.py
+check --database default`` asks for them, after ``migrate`` in a deployment. Each has a
+section in the documentation, where its hint leads.
 
 E001: A backend in ``DBLOCKS`` can't be made as it is configured. The message names the
     alias and the value.
+E002: The locks are in a database that isn't supported: neither MariaDB, MySQL,
+    PostgreSQL nor SQLite, or a server that only speaks like one of them (CockroachDB,
+    YugabyteDB, TiDB, Vitess). Every lock operation raises ``NotSupportedError``.
+    Name another database in ``OPTIONS={"using": …}``, or choose another ``BACKEND``.
 W001: The lock table is missing or can't be read, so every lock operation on that
     database fails. Run ``manage.py migrate dblocks``, with ``--database ALIAS`` where
     the locks have a database of their own, and see that a router's
@@ -129,7 +134,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """W001 to W003, W007 and W010 to W014: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W014: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

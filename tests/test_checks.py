@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 from django.core import checks as django_checks
 from django.core.management import call_command
-from django.db import DatabaseError, OperationalError, connection, connections
+from django.db import (
+    DatabaseError,
+    NotSupportedError,
+    OperationalError,
+    connection,
+    connections,
+)
 from django.db.backends.base.introspection import BaseDatabaseIntrospection
 
-from dblocks import checks
+from dblocks import checks, distributed_lock
 from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock
 from tests.fixtures import in_memory
@@ -111,7 +117,7 @@ def test_each_has_a_section() -> None:
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
     assert re.findall(r"^([EW]\d{3}): ", str(checks.__doc__), re.M) == sections
-    assert used == {"E001", *(f"W{number:03}" for number in range(1, 15))}
+    assert used == {"E001", "E002", *(f"W{number:03}" for number in range(1, 15))}
 
 
 def test_first_migrate() -> None:
@@ -179,6 +185,70 @@ def test_router_to_nowhere(settings: Any) -> None:
     router = SimpleNamespace(db_for_write=lambda model, **hints: "nowhere")
     settings.DATABASE_ROUTERS = [router]
     assert "nowhere" in the_one("E001", found("default"))
+
+
+# E002
+
+LOOKALIKES = {
+    "CockroachDB": ("postgresql", {"crdb_version": "CockroachDB CCL v24.3.1"}),
+    "YugabyteDB": ("postgresql", {"server_version": "15.2-YB-2025.1.0.0-b0"}),
+    "TiDB": ("mysql", "8.0.11-TiDB-v8.5.0"),
+    "Vitess": ("mysql", "8.0.40-Vitess"),
+    "Oracle": ("oracle", ""),
+}
+
+
+def server_like(vendor: str, version: Any) -> Any:
+    """Make what Django knows of a server that it is connected to."""
+    reported = version if isinstance(version, dict) else {}
+    info = SimpleNamespace(parameter_status=reported.get)
+    return SimpleNamespace(
+        vendor=vendor,
+        display_name=vendor.title(),
+        connection=SimpleNamespace(info=info),
+        mysql_server_info=version,
+        settings_dict={"ENGINE": "", "HOST": str(version), "PORT": ""},
+    )
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_lookalike(name: str) -> None:
+    """A server that only speaks like a database that is supported is refused."""
+    server = server_like(*LOOKALIKES[name])
+    for _ in range(2):
+        with pytest.raises(NotSupportedError, match=name):
+            dialects.of(server)
+
+
+def test_real_ones() -> None:
+    """Versions with a distributor's additions are what they say."""
+    reported = {"server_version": "15.13 (Debian 15.13-0+deb12u1)"}
+    assert dialects.of(server_like("postgresql", reported)).name == "postgresql"
+
+
+def test_not_connected_yet() -> None:
+    """What a server is can change until it has been connected to."""
+    server = server_like(*LOOKALIKES["CockroachDB"])
+    server.connection, connected = None, server.connection
+    assert dialects.of(server).name == "postgresql"
+    server.connection = connected
+    with pytest.raises(NotSupportedError):
+        dialects.of(server)
+
+
+@pytest.fixture
+def unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test's database be one that isn't supported."""
+    monkeypatch.setattr(type(connections["default"]), "vendor", "oracle")
+    monkeypatch.delitem(vars(connections["default"]), "_dblocks_dialect", raising=False)
+
+
+@pytest.mark.usefixtures("unsupported")
+def test_database_that_is_not_supported(key: str) -> None:
+    """E002: the check says so, once, and so does whoever uses a lock."""
+    assert "not supported" in the_one("E002", found("default"))
+    with pytest.raises(NotSupportedError, match="can't keep locks in"):
+        distributed_lock(key).acquire()
 
 
 # W001

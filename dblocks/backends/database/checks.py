@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from django.apps import apps
 from django.core.checks import CheckMessage
-from django.db import Error, connections, router
+from django.db import Error, NotSupportedError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..base import BaseBackend
-from ..messages import warning
+from ..messages import error, warning
 from . import dialects
 
 
 class DatabaseChecks(BaseBackend):
-    """The part of the engine that answers system checks: W001 to W005, W007, W014."""
+    """The part of the engine that answers checks: E002, W001 to W005, W007, W014."""
 
     def check_configured(self) -> None:
         connections[self.using]
@@ -40,7 +40,11 @@ class DatabaseChecks(BaseBackend):
         options = connection.settings_dict.get("OPTIONS", {})
         if options.get("service") or "read_default_file" in options:
             return
-        wanted = dialects.of(connection).network_timeouts
+        try:
+            wanted = dialects.of(connection).network_timeouts
+        except NotSupportedError:
+            # E002 says so.
+            return
         missing = [name for name in wanted if not options.get(name)]
         if missing:
             yield warning(
@@ -59,6 +63,8 @@ class DatabaseChecks(BaseBackend):
             return
         connection = connections[self.using]
         try:
+            connection.ensure_connection()
+            dialect = dialects.of(connection)
             if dialects.TABLE not in connection.introspection.table_names():
                 yield warning(
                     "W001",
@@ -66,7 +72,6 @@ class DatabaseChecks(BaseBackend):
                     f"Run manage.py migrate dblocks --database {connection.alias}.",
                 )
                 return
-            dialect = dialects.of(connection)
             yield from dialect.findings(connection)
             if self._has_session_locks(connection) and not (
                 dialect.has_relied_on_sessions(connection)
@@ -79,10 +84,16 @@ class DatabaseChecks(BaseBackend):
                     "so in OPTIONS={'session_locks': False}; behind a pooler, connect "
                     "directly if the order matters.",
                 )
-        except Error as error:
+        except NotSupportedError as fault:
+            yield error(
+                "E002",
+                f"The database {self.using!r} is not supported: {fault}",
+                "Name another one in OPTIONS={'using': …}, or choose another BACKEND.",
+            )
+        except Error as fault:
             yield warning(
                 "W001",
-                f"The lock table in {self.using!r} can't be read: {error}",
+                f"The lock table in {self.using!r} can't be read: {fault}",
                 f"See that the database can be reached, and run manage.py migrate "
                 f"dblocks --database {self.using}.",
             )

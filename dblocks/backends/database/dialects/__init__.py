@@ -19,6 +19,14 @@ from .sqlite import SQLite
 __all__ = ["FLOOR", "TABLE", "Dialect", "ask", "of"]
 
 _DIALECTS: dict[str, Dialect] = {"sqlite": SQLite(), "postgresql": PostgreSQL()}
+_LOOKALIKES = {
+    "CockroachDB": "CockroachDB",
+    "-YB-": "YugabyteDB",
+    "TiDB": "TiDB",
+    "Vitess": "Vitess",
+}
+"""What the versions of servers have in them that speak like one that they aren't."""
+
 _servers: dict[tuple[str, str, str], Dialect] = {}
 
 
@@ -30,7 +38,10 @@ def of(connection: Connection) -> Dialect:
     """
     known: Dialect | None = connection.__dict__.get("_dblocks_dialect")
     if known is None:
-        known = connection.__dict__["_dblocks_dialect"] = _find(connection)
+        known = _find(connection)
+        # Unless it is connected, nothing is known of its server yet.
+        if connection.connection is not None:
+            connection.__dict__["_dblocks_dialect"] = known
     return known
 
 
@@ -42,13 +53,12 @@ def known(connection: Connection) -> Dialect:
 
 
 def _find(connection: Connection) -> Dialect:
+    if connection.vendor == "postgresql":
+        _refuse_lookalike(_postgresql_version(connection))
     if connection.vendor in _DIALECTS:
         return _DIALECTS[connection.vendor]
     if connection.vendor != "mysql":
-        raise NotSupportedError(
-            f"dblocks can't keep locks in {connection.display_name}: use MySQL, "
-            f"MariaDB, PostgreSQL or SQLite, or another backend of DBLOCKS."
-        )
+        raise _not_supported(connection.display_name)
     server = _server(connection)
     if server not in _servers:
         _servers[server] = _ask(connection)
@@ -60,7 +70,30 @@ def _server(connection: Connection) -> tuple[str, str, str]:
     return settings["ENGINE"], settings["HOST"], settings["PORT"]
 
 
+def _postgresql_version(connection: Any) -> str:
+    """Return what the server said of itself when it was connected to."""
+    if connection.connection is None:
+        return ""
+    status = connection.connection.info.parameter_status
+    names = "crdb_version", "server_version"
+    return " ".join(filter(None, map(status, names)))
+
+
+def _refuse_lookalike(version: str) -> None:
+    for mark, name in _LOOKALIKES.items():
+        if mark in version:
+            raise _not_supported(name)
+
+
+def _not_supported(name: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"dblocks can't keep locks in {name}: use MySQL, MariaDB, PostgreSQL or "
+        f"SQLite, or another backend of DBLOCKS."
+    )
+
+
 def _ask(connection: Any) -> Dialect:
+    _refuse_lookalike(connection.mysql_server_info)
     wsrep_on = ask(connection, "SHOW VARIABLES LIKE 'wsrep_on'")
     in_cluster = wsrep_on is not None and wsrep_on[1].upper() == "ON"
     kind = MySQL
