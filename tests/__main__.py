@@ -221,6 +221,10 @@ def main() -> int:
         selected = [each for each in selected if not each.faults]
     if not options.databases and arguments:
         selected = [each for each in selected if not each.topologies]
+    mysql = [each for each in selected if each.server == "mysql"]
+    if mysql and not services.MySQL.is_there():
+        selected = [each for each in selected if each not in mysql]
+        print("mysql: not run, for there is no server; see MYSQL_TEST_URL", flush=True)
     python = [sys.executable]
     if options.coverage:
         coverage("erase")

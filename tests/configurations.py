@@ -250,6 +250,7 @@ CONFIGURATIONS = {
             "postgres",
             topologies=("orphans", "pgbouncer", "pool", "replication"),
         ),
+        Configuration("mysql", "mysql"),
         Configuration("galera", topologies=("galera", "gevent")),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),

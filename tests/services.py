@@ -319,6 +319,7 @@ class MariaDB(Server):
     name = "mariadb"
     account = "mysql"
     package = "mariadb-server"
+    server_program: ClassVar[str] = "mariadbd"
 
     def initialise(self) -> None:
         self.order(
@@ -333,7 +334,7 @@ class MariaDB(Server):
 
     def command(self) -> list[str]:
         command = [
-            self.program("mariadbd"),
+            self.program(self.server_program),
             "--no-defaults",
             f"--datadir={self.folder / 'data'}",
             f"--socket={self._socket}",
@@ -376,6 +377,59 @@ class MariaDB(Server):
             f"--socket={self._socket}",
             "--user=root",
         ]
+
+
+class MySQL(MariaDB):
+    """A private MySQL server, or the one that ``MYSQL_TEST_URL`` names.
+
+    Such as ``mysql://root:secret@127.0.0.1:3306``; databases are made there, and left
+    alone otherwise.
+    """
+
+    name = "mysql"
+    package = "mysql-server"
+    server_program = "mysqld"
+    given = os.environ.get("MYSQL_TEST_URL", "").rstrip("/")
+
+    @classmethod
+    def is_there(cls) -> bool:
+        """Whether there is one to be had: MariaDB has a mysqld too."""
+        server = shutil.which("mysqld", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+        if cls.given or server is None:
+            return bool(cls.given)
+        version = subprocess.run(
+            [server, "--version"], capture_output=True, text=True, check=False
+        )
+        return not version.returncode and "MariaDB" not in version.stdout
+
+    def start(self) -> None:
+        if not self.given:
+            super().start()
+
+    def initialise(self) -> None:
+        self.order(
+            self.program(self.server_program),
+            "--no-defaults",
+            "--initialize-insecure",
+            f"--datadir={self.folder / 'data'}",
+        )
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--mysqlx=OFF"]
+
+    def create(self, database: str) -> None:
+        # On the one that is given, the tests make theirs.
+        if not self.given:
+            super().create(database)
+
+    def address(self, database: str) -> str:
+        return f"{self.given}/{database}" if self.given else super().address(database)
+
+    def _settings(self) -> list[str]:
+        return ["--innodb-buffer-pool-size=64M"]
+
+    def _client(self, program: str) -> list[str]:
+        return super()._client(program.replace("mariadb", "mysql").replace("-", ""))
 
 
 class PostgreSQL(Server):
@@ -642,7 +696,7 @@ class ZooKeeper(Server):
 
 
 SERVERS: dict[str, type[Server]] = {
-    server.name: server for server in (MariaDB, PostgreSQL, Redis, ZooKeeper)
+    server.name: server for server in (MariaDB, MySQL, PostgreSQL, Redis, ZooKeeper)
 }
 
 
