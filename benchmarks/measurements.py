@@ -9,7 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks import contention, crew, floor, permits, scale, sets, uncontended
+from benchmarks import (
+    contention,
+    crew,
+    floor,
+    permits,
+    scale,
+    sets,
+    telemetry,
+    uncontended,
+)
 from benchmarks.figures import Result, Scale
 
 DATABASES = ("mariadb", "postgres", "sqlite")
@@ -63,6 +72,7 @@ MEASUREMENTS = [
     Measurement("rows", "Rows in the table", scale.measure_rows, (10,)),
     Measurement("prune", "Pruning", scale.measure_prune, (11,)),
     Measurement("renewal", "Renewal", scale.measure_renewal, (12,)),
+    Measurement("telemetry", "Telemetry", telemetry.measure, (16,), ("sqlite",)),
     Measurement("scaling", "Processes", contention.measure_scaling, ()),
 ]
 

@@ -32,6 +32,8 @@ DBLOCKS: dict[str, dict[str, object]] = {
     for alias in DATABASES
 }
 
+DBLOCKS["memory"] = {"BACKEND": "benchmarks.telemetry.NamedBackend"}
+
 if "REDIS_URL" in env:
     CACHES = {
         "default": {

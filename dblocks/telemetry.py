@@ -25,6 +25,7 @@ from .waiting.attempt import Attempt
 
 try:
     from opentelemetry import metrics, trace
+    from opentelemetry.context import Context, get_current
 except ImportError as error:
     raise ImportError(
         f"{error}; dblocks.telemetry needs the package opentelemetry-api: "
@@ -43,6 +44,9 @@ SECONDS = (
 
 MOST_NAMED = 2000
 """Locks that are told apart; what comes after these is reported without a name."""
+
+BATCH = 32
+"""How much is reported at a time."""
 
 UID = "dblocks.telemetry"
 
@@ -111,11 +115,8 @@ class _Attributes:
 
 
 class _Thread(threading.local):
-    """What a thread has to report, and whether it is at it."""
-
-    def __init__(self) -> None:
-        self.due: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self.busy = False
+    #: It is at reporting.
+    reports = False
 
 
 class Telemetry:
@@ -128,6 +129,7 @@ class Telemetry:
     ) -> None:
         self.providers = meter_provider, tracer_provider
         self._is_metered = False
+        self._due: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._mutex = threading.RLock()
         forks.in_child(self._after_fork_in_child)
         self._thread = _Thread()
@@ -174,31 +176,31 @@ class Telemetry:
         return self._is_metered
 
     def _after_fork_in_child(self) -> None:
+        self._due.clear()
         self._mutex = threading.RLock()
 
     # What happens
 
     def acquired(self, attempt: Attempt, hold: Hold) -> None:
-        if self._has_meter() and not attempt.reentered:
-            waited = clock.monotonic() - attempt.started
-            self._report(self._report_acquired, attempt, waited)
+        if not attempt.reentered and (self._has_meter() or attempt.had_to_wait):
+            self._note_wait(attempt, self._report_acquired)
 
     def timed_out(self, attempt: Attempt) -> None:
-        waited = clock.monotonic() - attempt.started
-        self._report(self._report_timeout, attempt, waited)
+        self._note_wait(attempt, self._report_timeout)
 
     def released(self, hold: Hold) -> None:
-        if self._has_meter():
+        if self._has_meter() and (of := self._of_lock(hold)) is not None:
             held_for = clock.monotonic() - hold.started
-            self._report(self._report_released, hold, held_for)
+            self._note(self._report_released, of, held_for, get_current())
 
     def lost(self, hold: Hold, held_for: float, reason: str) -> None:
-        self._report(self._report_lost, hold, held_for, reason)
+        if (of := self._of_lock(hold)) is not None:
+            self._note(self._report_lost, of, held_for, reason)
 
     def force_released(
         self, *, key: str, backend: str | None, using: str | None, **kwargs: object
     ) -> None:
-        self._report(self._report_forced, key, backend, using)
+        self._note(self._report_forced, key, backend, using)
 
     def forget(self, **kwargs: object) -> None:
         """Read the setting anew."""
@@ -206,57 +208,81 @@ class Telemetry:
 
     # What is reported of it
 
-    def _report(self, report: Callable[..., None], *facts: Any) -> None:
-        """Report now; what comes in the middle of a report, right after that.
+    def _note_wait(self, attempt: Attempt, report: Callable[..., None]) -> None:
+        of = self._of_lock(attempt)
+        if of is None:
+            return
+        waited, context = clock.monotonic() - attempt.started, get_current()
+        if self._has_meter():
+            self._note(report, of, waited, context)
+        if attempt.had_to_wait:
+            granted = report == self._report_acquired
+            attributes = of.acquired if granted else of.timeout
+            self._note(self._report_span, attributes, waited, time.time_ns(), context)
+            self._report()
+
+    def _note(self, report: Callable[..., None], *facts: Any) -> None:
+        """Have something reported with the next batch.
+
+        Reported one by one, each would cost half as much again. The batch goes when it
+        is full, and before each collection.
+        """
+        self._due.append((report, facts))
+        if len(self._due) >= BATCH:
+            self._report()
+
+    def _report(self) -> None:
+        """Report what is due; what is noted in the middle of that comes after it.
 
         A signal handler or the garbage collector may use locks at any point, and the
         mutexes of an SDK are not re-entrant.
         """
         mine = self._thread
-        if mine.busy:
-            mine.due.append((report, facts))
+        if mine.reports:
             return
-        mine.busy = True
+        mine.reports = True
         try:
-            report(*facts)
-        except Exception:
-            logger.exception("telemetry failed")
+            while self._due:
+                try:
+                    report, facts = self._due.popleft()
+                except IndexError:
+                    # Another thread was faster.
+                    break
+                try:
+                    report(*facts)
+                except Exception:
+                    logger.exception("telemetry failed")
         finally:
-            mine.busy = False
-        while mine.due:
-            report, facts = mine.due.popleft()
-            self._report(report, *facts)
+            mine.reports = False
 
-    def _report_acquired(self, attempt: Attempt, waited: float) -> None:
-        of = self._of(attempt.template, attempt.key, attempt.backend)
+    def _report_acquired(
+        self, of: _Attributes, waited: float, context: Context
+    ) -> None:
         with self._mutex:
             of.granted += 1
-        self._waits.record(waited, of.acquired)
-        if attempt.had_to_wait:
-            self._report_span(waited, of.acquired)
+        self._waits.record(waited, of.acquired, context)
 
-    def _report_timeout(self, attempt: Attempt, waited: float) -> None:
-        of = self._of(attempt.template, attempt.key, attempt.backend)
-        self._timeouts.add(1, of.plain)
-        self._waits.record(waited, of.timeout)
-        if attempt.had_to_wait:
-            self._report_span(waited, of.timeout)
+    def _report_timeout(self, of: _Attributes, waited: float, context: Context) -> None:
+        self._timeouts.add(1, of.plain, context)
+        self._waits.record(waited, of.timeout, context)
 
-    def _report_span(self, waited: float, attributes: dict[str, str]) -> None:
-        now = time.time_ns()
+    def _report_span(
+        self, attributes: dict[str, str], waited: float, end: int, context: Context
+    ) -> None:
         span = self._tracer.start_span(
             "dblocks.acquire",
+            context,
             attributes=attributes,
-            start_time=now - int(waited * 1_000_000_000),
+            start_time=end - int(waited * 1_000_000_000),
         )
-        span.end(now)
+        span.end(end)
 
-    def _report_released(self, hold: Hold, held_for: float) -> None:
-        of = self._of(hold.template, hold.key, hold.backend)
-        self._holds.record(held_for, of.released)
+    def _report_released(
+        self, of: _Attributes, held_for: float, context: Context
+    ) -> None:
+        self._holds.record(held_for, of.released, context)
 
-    def _report_lost(self, hold: Hold, held_for: float, reason: str) -> None:
-        of = self._of(hold.template, hold.key, hold.backend)
+    def _report_lost(self, of: _Attributes, held_for: float, reason: str) -> None:
         self._lost.add(1, {**of.plain, "reason": reason})
         self._holds.record(held_for, of.lost)
 
@@ -272,6 +298,7 @@ class Telemetry:
     def _granted(
         self, options: metrics.CallbackOptions
     ) -> Iterable[metrics.Observation]:
+        self._report()
         return [
             metrics.Observation(of.granted, of.plain)
             for of in list(self._known.values())
@@ -286,6 +313,14 @@ class Telemetry:
             if hold.is_live() and hold.is_referred_to():
                 counts[self._of(hold.template, hold.key, hold.backend)] += 1
         return [metrics.Observation(count, of.plain) for of, count in counts.items()]
+
+    def _of_lock(self, lock: Attempt | Hold) -> _Attributes | None:
+        """Return its attributes now: the settings may change before the report."""
+        try:
+            return self._of(lock.template, lock.key, lock.backend)
+        except Exception:
+            logger.exception("telemetry failed")
+            return None
 
     def _of(self, template: str | None, key: str, backend: BaseBackend) -> _Attributes:
         """Return the attributes of a lock, whose key alone may not be told."""

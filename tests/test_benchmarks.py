@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.conf import settings
@@ -11,7 +12,7 @@ from django.db import connection
 from django.test import override_settings
 from pytest_django import DjangoAssertNumQueries
 
-from benchmarks import contention, floor, permits, report, sets
+from benchmarks import contention, floor, permits, report, sets, telemetry
 from benchmarks.figures import (
     QUICK,
     Figure,
@@ -22,6 +23,7 @@ from benchmarks.figures import (
 )
 from benchmarks.history import Grant, fairness, hand_offs, overlaps
 from benchmarks.measurements import MEASUREMENTS, ServerReport
+from dblocks import signals
 
 GOOD = [Grant(1, 0.0, 0.0, 1.0, 1.1), Grant(2, 0.5, 1.25, 2.0, 2.1)]
 BAD = [*GOOD, Grant(3, 0.2, 1.5, 1.75, 1.8), Grant(4, 0.2, 1.9, 2.5, 2.6)]
@@ -203,6 +205,33 @@ def test_permits_are_judged_by_one() -> None:
         *((3.5, True), (0.75, False), (3.0, False)),
     ]
     assert permits.judge("mariadb", runs, {1: 2.0, 4: 3.0}).verdicts[2].met
+
+
+def test_telemetry_is_judged_by_what_it_adds() -> None:
+    """A call with telemetry is set against one without, in microseconds."""
+    run = {
+        telemetry.OFF: [0.000040, 0.000041, 0.1],
+        telemetry.BARE: [0.0000415],
+        telemetry.SDK: [0.000062],
+    }
+    result = telemetry.judge([run])
+    assert [(round(v.value, 3), v.met) for v in result.verdicts] == [
+        (0.5, True),
+        (21.0, False),
+    ]
+
+
+def test_telemetry_is_measured_by_turns(settings: Any) -> None:
+    """A turn of each: nothing, no provider, and the SDK."""
+    kind = "benchmarks.telemetry.NamedBackend"
+    settings.DBLOCKS = {"memory": {"BACKEND": kind}}
+    times = telemetry.take_turns(turns=2)
+    assert {name: len(mine) for name, mine in times.items()} == {
+        telemetry.OFF: 2,
+        telemetry.BARE: 2,
+        telemetry.SDK: 2,
+    }
+    assert signals.observer is None
 
 
 def test_each_row_has_one_measurement() -> None:

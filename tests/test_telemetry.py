@@ -167,7 +167,12 @@ def test_forgotten_lease(lock: Locks, seen: Seen) -> None:
 def test_forked_child_holds_nothing(acquire: Leases, seen: Seen) -> None:
     """What a child inherits it doesn't hold."""
     lease = acquire()
-    assert in_forked_child(lambda: seen.count("dblocks.held")) == 0
+
+    def counts() -> Any:
+        return seen.count("dblocks.held"), seen.count("dblocks.wait.duration")
+
+    # The parent will report the wait.
+    assert in_forked_child(counts) == [0, 0]
     assert seen.count("dblocks.held") == 1
     assert lease.release()
 
@@ -248,6 +253,33 @@ def test_span_of_a_wait(lock: Locks, other: OtherThread, seen: Seen) -> None:
     assert 0.25 < length(span) < 0.3 + SLACK
     assert span.attributes is not None
     assert span.attributes["outcome"] == "acquired"
+
+
+@pytest.mark.engine("locmem")
+def test_spans_alone(lock: Locks, other: OtherThread, seen: Seen) -> None:
+    """Waits are spans where only traces have a provider."""
+    telemetry.instrument(tracer_provider=seen.tracers)
+    held = other.do(lock().acquire)
+    releasing = threading.Timer(0.1, lambda: other.start(held.release))
+    releasing.start()
+    with lock(timeout=None):
+        pass
+    releasing.join()
+    assert len(seen.waits()) == 1
+
+
+@pytest.mark.engine("locmem")
+def test_reports_go_in_batches(lock: Locks, seen: Seen) -> None:
+    """What nobody collects doesn't pile up; collected, everything is there."""
+    observer: Any = signals.observer
+    most = 0
+    for _ in range(2 * telemetry.BATCH):
+        with lock():
+            most = max(most, len(observer._due))
+    assert 0 < most < telemetry.BATCH
+    with lock():
+        pass
+    assert seen.count("dblocks.hold.duration") == 2 * telemetry.BATCH + 1
 
 
 def hear(**said: Any) -> None:
