@@ -39,6 +39,7 @@ from dblocks.test import hold_elsewhere
 from tests.documents import DOCS, files
 from tests.fixtures import OtherThread
 from tests.processes import ROOT
+from tests.reentrant import AtLine
 from tests.test_ownership import in_forked_child
 from tests.timing import SLACK, eventually, scaled
 
@@ -562,6 +563,43 @@ def test_dashboard_asks_for_what_there_is(
     assert names <= set().union(*metrics)
     assert [metric for metric in metrics if not metric & names] == []
     assert set(re.findall(r"by \((\w+)\)", asked)) <= {*labels, "le", "reason"}
+
+
+@pytest.mark.engine("locmem")
+def test_lock_at_any_line(lock: Locks, seen: Seen) -> None:
+    """Whatever comes in the middle of a lock, both are counted once."""
+
+    def interrupt() -> None:
+        with lock("inner"):
+            pass
+
+    tracing = sys.gettrace()
+    number, was_interrupted = 0, True
+    try:
+        while was_interrupted:
+            number += 1
+            with AtLine(number, interrupt) as at, lock():
+                pass
+            was_interrupted = at.lines >= number
+    finally:
+        sys.settrace(tracing)
+    assert number > 50
+    for name in ("acquired", "wait.duration", "hold.duration"):
+        assert seen.count(f"dblocks.{name}") == 2 * number - 1
+    assert seen.count("dblocks.held") == 0
+
+
+@pytest.mark.engine("locmem")
+def test_examples_lead_to_their_trace(lock: Locks, seen: Seen) -> None:
+    """A measurement's exemplar is of the span in which it was made."""
+    with seen.tracer.start_as_current_span("request") as request, lock():
+        pass
+    with seen.tracer.start_as_current_span("another"):
+        metrics = seen.metrics()
+    for name in ("wait", "hold"):
+        (point,) = metrics[f"dblocks.{name}.duration"].data.data_points
+        (exemplar,) = point.exemplars
+        assert exemplar.span_id == request.get_span_context().span_id
 
 
 PROGRAM = """
