@@ -6,12 +6,20 @@ import keyword
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.db import connections, router
 
 _FIELD = re.compile(r"(?<!\{)\{([^\W\d]\w*)[.\[!:}]")
 """How a field of a ``str.format`` template begins that has a name."""
 
-_PACKAGE = __name__.partition(".")[0]
+_BETWEEN = {__name__.partition(".")[0], "contextlib"}
+"""The packages between the developer's line and a warning."""
 
 
 def warn(message: str) -> None:
@@ -24,7 +32,7 @@ def warn(message: str) -> None:
 
 
 def _is_ours(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] == _PACKAGE
+    return isinstance(module, str) and module.partition(".")[0] in _BETWEEN
 
 
 def warn_of_template(key: str) -> None:
@@ -39,3 +47,39 @@ def warn_of_template(key: str) -> None:
                 f"decorate the function."
             )
             return
+
+
+@contextmanager
+def replicas_watched(alias: str) -> Iterator[None]:
+    """In debug mode, warn of what a guarded block reads from a replica.
+
+    A replica is a database that the routers read models from and write none to.
+
+    Args:
+        alias: The database of the guarded transaction.
+    """
+    if not settings.DEBUG or not router.routers:
+        yield
+        return
+    seen: list[str] = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        seen.append(context["connection"].alias)
+        return execute(sql, params, many, context)
+
+    with ExitStack() as noting:
+        for replica in _replicas() - {alias}:
+            noting.enter_context(connections[replica].execute_wrapper(note))
+        yield
+    if seen:
+        warn(
+            f"A block under atomic=True has read from the replica {seen[0]!r}, which "
+            f"may lag behind what the last holder committed; the guard doesn't see "
+            f"that. Read what the lock protects from {alias!r}: .using({alias!r})."
+        )
+
+
+def _replicas() -> set[str]:
+    models = apps.get_models()
+    read = {router.db_for_read(model) for model in models}
+    return read - {router.db_for_write(model) for model in models}

@@ -19,6 +19,7 @@ from django.db import (
 from django.utils.asyncio import async_unsafe
 
 from . import clock, validation
+from .advice import replicas_watched
 from .backends.base import BaseBackend
 from .backends.database import transactions
 from .exceptions import LeaseLost
@@ -330,12 +331,13 @@ class LeaseBlock(ABC):
 
     @contextmanager
     def _committing(self) -> Generator[None]:
-        with transaction.atomic():
-            yield
-            guarded = not connections[DEFAULT_DB_ALIAS].needs_rollback
-            if guarded:
-                self._guard_commits([DEFAULT_DB_ALIAS])
-        self._committed = guarded
+        with replicas_watched(DEFAULT_DB_ALIAS):
+            with transaction.atomic():
+                yield
+                guarded = not connections[DEFAULT_DB_ALIAS].needs_rollback
+                if guarded:
+                    self._guard_commits([DEFAULT_DB_ALIAS])
+            self._committed = guarded
 
     def _guard_commits(self, aliases: Sequence[str]) -> None:
         """Guard the open transactions on some databases, which are to commit next.

@@ -248,7 +248,7 @@ CONFIGURATIONS = {
         Configuration(
             "topologies-postgres",
             "postgres",
-            topologies=("orphans", "pgbouncer", "pool", "replication"),
+            topologies=("orphans", "pgbouncer", "pool", "replicas", "replication"),
         ),
         Configuration("mysql", "mysql"),
         Configuration("galera", topologies=("galera", "gevent")),
