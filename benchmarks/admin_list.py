@@ -28,19 +28,20 @@ RARE = 10_000
 
 PAGES: dict[str, dict[str, str]] = {
     "list": {},
-    "page 20": {"p": "20"},
+    "all": {"state": "all"},
+    "all, page 20": {"state": "all", "p": "20"},
     "state held": {"state": "held"},
     "state expired": {"state": "expired"},
     "state cooling": {"state": "cooling"},
     "state free": {"state": "free"},
-    "search, one match": {"q": "order:0123456"},
-    "search, many matches": {"q": "WEB-3"},
-    "search, no match": {"q": "nothing like it"},
-    "search among held": {"state": "held", "q": "web-3"},
-    "by state": {"o": "2"},
-    "by holder": {"o": "3"},
-    "by held since": {"o": "4"},
-    "by remaining": {"o": "-5"},
+    "search": {"q": "web-3"},
+    "search all, one match": {"state": "all", "q": "order:0123456"},
+    "search all, many matches": {"state": "all", "q": "WEB-3"},
+    "search all, no match": {"state": "all", "q": "nothing like it"},
+    "all by state": {"state": "all", "o": "2"},
+    "all by holder": {"state": "all", "o": "3"},
+    "all by held since": {"state": "all", "o": "4"},
+    "all by remaining": {"state": "all", "o": "-5"},
 }
 
 

@@ -22,9 +22,10 @@ from django.utils import timezone
 
 from dblocks import distributed_lock
 from dblocks.admin import DistributedLockAdmin, changelist, force_release, formats
+from dblocks.admin import page as page_module
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
-from tests.factories import LockFactory, stored
+from tests.factories import LockFactory, now, stored
 from tests.fixtures import OtherThread
 
 LIST = "/admin/dblocks/distributedlock/"
@@ -223,6 +224,30 @@ def test_action(role: str, offered: bool) -> None:
 # The list
 
 
+def test_default_filter(operator: Client) -> None:
+    """The list opens on what isn't free, the longest held first."""
+    LockFactory(key="b, held", held=True, age=60)
+    LockFactory(key="a, expired", expired=True, age=30)
+    LockFactory(key="c, cooling", cooling=True, age=90)
+    LockFactory(key="d, free", age=600)
+    response = operator.get(LIST)
+    assert listed(response) == ["c, cooling", "b, held", "a, expired"]
+    assert listed(operator.get(LIST, {"q": ","})) == listed(response)
+    everything = ["a, expired", "b, held", "c, cooling", "d, free"]
+    assert listed(operator.get(LIST, {"state": "all"})) == everything
+    [choices] = [list(f.choices(response.context["cl"])) for f in filters(response)]
+    assert [(str(each["display"]), each["selected"]) for each in choices] == [
+        ("not free", True),
+        *((state, False) for state in (*State.values, "all")),
+    ]
+
+
+def filters(response: Any) -> list[Any]:
+    """The filters beside the list."""
+    found: list[Any] = response.context["cl"].filter_specs
+    return found
+
+
 @pytest.mark.parametrize("state", State.values)
 def test_filter_by_state(operator: Client, state: str) -> None:
     """Each filter shows the rows of one state, and their pill says which."""
@@ -264,7 +289,16 @@ def test_search(operator: Client, search: str, found: list[str]) -> None:
     LockFactory(key="JOB:1", note="The Nightly import")
     LockFactory(key="job:2", held=True, holder="Worker:7")
     LockFactory(key="other")
-    assert listed(operator.get(LIST, {"q": search})) == found
+    assert listed(operator.get(LIST, {"q": search, "state": "all"})) == found
+
+
+def test_search_finds_free_locks_when_asked(operator: Client) -> None:
+    """Where nobody holds anything, a search by default says nothing of the past."""
+    LockFactory(key="free", holder="web-1 pid 7", note="the import")
+    LockFactory(key="held", held=True, holder="web-1 pid 8", note="the import")
+    for search in ("web-1", "import", "e"):
+        assert listed(operator.get(LIST, {"q": search})) == ["held"]
+        assert listed(operator.get(LIST, {"q": search, "state": "free"})) == ["free"]
 
 
 def test_search_for_nul(operator: Client) -> None:
@@ -272,15 +306,33 @@ def test_search_for_nul(operator: Client) -> None:
     assert told(operator.get(LIST, {"q": "a\0b"}))
 
 
-@pytest.mark.parametrize("column", range(1, 7))
+SORTED = {
+    1: ["a", "b", "c"],
+    2: ["a", "c", "b"],
+    3: ["c", "b", "a"],
+    4: ["b", "a", "c"],
+    5: ["c", "a", "b"],
+}
+"""The keys in the order of each of the five columns."""
+
+
+@pytest.mark.parametrize("column", SORTED)
 @pytest.mark.parametrize("direction", ["", "-"])
 def test_sorting(operator: Client, column: int, direction: str) -> None:
-    """Every column sorts, but for the permits', which say nothing across keys."""
-    for state in State.values:
-        LockFactory(**{state: True})
-    response = operator.get(LIST, {"o": f"{direction}{column}"})
-    assert len(listed(response)) == 4
-    assert 'class="column-shown_permit"' in response.rendered_content
+    """Every column sorts, up and down."""
+    times = ("acquired_at", "expires_at")
+    for key, state, holder, *moments in (
+        ("a", "expired", "z", -200, -50),
+        ("b", "held", "y", -300, 600),
+        ("c", "expired", "x", -100, -90),
+    ):
+        moment = dict(zip(times, map(now, moments), strict=True))
+        LockFactory(key=key, holder=holder, **{state: True}, **moment)
+    found = listed(operator.get(LIST, {"o": f"{direction}{column}"}))
+    if column == 2:  # two are equal
+        assert found[0 if direction else -1] == "b"
+    else:
+        assert found == SORTED[column][:: -1 if direction else 1]
 
 
 def make_permits() -> None:
@@ -289,7 +341,9 @@ def make_permits() -> None:
         LockFactory(key=row, held=True)
 
 
-@pytest.mark.parametrize("query", ["", "q=job", "state=held", "o=1", "all="])
+@pytest.mark.parametrize(
+    "query", ["state=all", "state=all&q=job", "state=held&o=1", "o=1", "o=1&all="]
+)
 def test_order_of_permits(operator: Client, query: str) -> None:
     """Permits of a key stand together, in the order of their numbers."""
     make_permits()
@@ -303,12 +357,50 @@ def test_order_of_permits(operator: Client, query: str) -> None:
     ]
 
 
+def test_small_type(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note stands below the key, the number of waiters below the holder."""
+    LockFactory(key="a:b", held=True, holder="web-1", note="n" * 100)
+    LockFactory(key="quiet", held=True, holder="web-2")
+    asked: list[set[str]] = []
+
+    def waiters(connection: Any, keys: Any) -> dict[str, int]:
+        asked.append(set(keys))
+        return {"a:b": 3}
+
+    monkeypatch.setattr(page_module.session_locks, "waiters", waiters)
+    page = operator.get(LIST).rendered_content
+    assert asked == [{"a:b", "quiet"}]
+    assert '<bdi class="dblocks-key">a:<wbr>b</bdi>' in page
+    assert f'<span class="dblocks-small"><bdi class="dblocks-text">{"n" * 79}…' in page
+    assert '>web-1</bdi><span class="dblocks-small">3 waiting</span>' in page
+    assert page.count("dblocks-small") == 2
+    assert page.count('class="sortable column-') == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("order:2026-11/eu.west", ["order:", "2026-", "11/", "eu.", "west"]),
+        ("a::b", ["a::", "b"]),
+        (":a:", [":", "a:"]),
+        ("在庫:7", ["在庫:", "7"]),
+        ("<b>&:c", ["&lt;b&gt;&amp;:", "c"]),
+        ("plain", ["plain"]),
+    ],
+)
+def test_where_keys_break(key: str, parts: list[str]) -> None:
+    """A key that is too long for its column is broken behind a separator."""
+    assert formats.isolated_key(key) == (
+        f'<bdi class="dblocks-key">{"<wbr>".join(parts)}</bdi>'
+    )
+
+
 def test_permit_in_the_list_and_on_the_page(operator: Client) -> None:
     """Key and permit stand apart; a plain lock has no permit."""
     LockFactory(key="job\x1f12", held=True)
     number = '<span class="dblocks-permit">12</span>'
     page = operator.get(LIST).rendered_content
-    assert f'<td class="field-shown_permit">{number}</td>' in page
+    assert f'<span class="dblocks-small">permit {number}</span>' in page
     assert '<bdi class="dblocks-key">job</bdi>' in page
     for url in (page_of("job\x1f12"), f"{RELEASE}?key=job%1F12"):
         page = operator.get(url).rendered_content
@@ -317,7 +409,6 @@ def test_permit_in_the_list_and_on_the_page(operator: Client) -> None:
         assert "job, permit 12" in page
         assert "\x1f" not in page
     LockFactory(key="plain", held=True)
-    assert '<td class="field-shown_permit"></td>' in operator.get(LIST).rendered_content
     for url in (page_of("plain"), f"{RELEASE}?key=plain"):
         assert "ermit" not in operator.get(url).rendered_content
 
@@ -329,7 +420,7 @@ def test_search_for_the_key_of_permits(operator: Client) -> None:
     assert len(listed(operator.get(LIST, {"q": "JOB"}))) == 5
 
 
-@pytest.mark.parametrize("query", ["", "q=row", "state=held", "o=-2.4"])
+@pytest.mark.parametrize("query", ["", "q=row", "state=held", "state=all", "o=-2.4"])
 def test_number_of_queries(
     operator: Client, query: str, django_assert_num_queries: Any
 ) -> None:
@@ -345,24 +436,28 @@ def test_number_of_queries(
 def test_pages(operator: Client) -> None:
     """Every row is on one page, in the order of the keys."""
     LockFactory.bulk(120)
-    keys = [key for n in (1, 2, 3) for key in listed(operator.get(LIST, {"p": n}))]
+    keys = [
+        key
+        for n in (1, 2, 3)
+        for key in listed(operator.get(LIST, {"p": n, "state": "all"}))
+    ]
     assert keys == sorted(keys)
     assert len(set(keys)) == 120
-    assert listed(operator.get(LIST, {"all": ""})) == keys
+    assert listed(operator.get(LIST, {"all": "", "state": "all"})) == keys
 
 
 def test_page_out_of_range(operator: Client) -> None:
     """A page that isn't there leads back to the list."""
-    LockFactory.bulk(60)
+    LockFactory.bulk(60, held=True)
     assert operator.get(LIST, {"p": 3}).status_code == 302
 
 
 def test_counting_stops(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where counting stopped, the page says that there are more."""
     monkeypatch.setattr(changelist, "MAX_COUNT", 100)
-    LockFactory.bulk(100)
+    LockFactory.bulk(100, held=True)
     assert "100 locks" in operator.get(LIST).rendered_content.replace("≥100", "")
-    LockFactory()
+    LockFactory(held=True)
     assert "≥100 locks" in operator.get(LIST).rendered_content
     assert operator.get(LIST, {"p": 3}).status_code == 302
 
@@ -378,20 +473,23 @@ def test_list_and_page_agree(operator: Client) -> None:
         assert ">10 min overdue<" in page
 
 
-def test_released_lock_has_no_holder(operator: Client) -> None:
-    """Who released a lock isn't shown as its holder."""
-    with distributed_lock("k"):
+@pytest.mark.parametrize("least", [0, 60], ids=["free", "cooling"])
+def test_released_lock_has_a_last_holder(operator: Client, least: int) -> None:
+    """Who released a lock isn't shown as its holder, but as its last one."""
+    with distributed_lock("k", hold_at_least=least):
         pass
-    lock = stored("k")
-    assert lock.holder
-    for url in (LIST, page_of("k")):
-        assert lock.holder not in operator.get(url).rendered_content
+    holder = html.escape(stored("k").holder)
+    last = f'<span class="dblocks-last">last: <bdi class="dblocks-text">{holder}</bdi>'
+    for url in (f"{LIST}?state=all", page_of("k")):
+        page = operator.get(url).rendered_content
+        assert last in page
+        assert page.count(holder) == 1
 
 
 def test_nothing_is_none(operator: Client) -> None:
     """What a lock hasn't got is a dash, in the list and on its page."""
     LockFactory(key="k")
-    for url in (LIST, page_of("k")):
+    for url in (f"{LIST}?state=all", page_of("k")):
         page = operator.get(url).rendered_content
         assert ">None<" not in page
         assert page.count(">-<") >= 3
@@ -443,6 +541,8 @@ def test_confirmation(operator: Client, door: str) -> None:
     page = response.rendered_content
     for text in ("host:1:t", "why", "dblocks-held", " ago</time>", "won’t commit"):
         assert text in page
+    assert "at its next renewal or guard, two may be at work." in page
+    assert "Reason (required)" in page
     assert Elements(response).fields("lock") == ["41:k"]
     assert f'action="{RELEASE}"' in page
     assert page.count("<h1>") == 1
@@ -748,7 +848,7 @@ def test_other_engine(operator: Client, settings: Any) -> None:
     """With another engine as the default, the admin shows the lock table."""
     path = "dblocks.backends.locmem.LocMemBackend"
     settings.DBLOCKS = {"default": {"BACKEND": path}}
-    LockFactory(key="k")
+    LockFactory(key="k", held=True)
     assert listed(operator.get(LIST)) == ["k"]
 
 

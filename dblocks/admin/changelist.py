@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Page, Paginator
 from django.http import HttpRequest
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, pgettext_lazy
 
 from ..models import State
 from ..permits import in_order
@@ -20,15 +20,27 @@ MAX_COUNT = 1000
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Filters by a row's present state, judged by the database's clock."""
+    """Filters by a row's present state, judged by the database's clock.
+
+    Free rows are most of a table and nobody's trouble: they are shown when asked for.
+    """
 
     title = gettext_lazy("state")
     parameter_name = "state"
 
+    ALL = "all"
+
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return list(State.choices)
+        return [*State.choices, (self.ALL, pgettext_lazy("state of a lock", "all"))]
+
+    def choices(self, changelist: Any) -> Iterator[Any]:
+        default, *others = super().choices(changelist)
+        yield {**default, "display": pgettext_lazy("state of a lock", "not free")}
+        yield from others
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        if self.value() is None:
+            return queryset.exclude(state=State.FREE)
         if self.value() in State.values:
             return getattr(queryset, str(self.value()))()
         return queryset
@@ -76,10 +88,14 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
 
 
 class LockChangeList(ChangeList):
-    """Finds its rows by the keys that its paginator has read."""
+    """Finds its rows by the keys that its paginator has read, and counts who waits."""
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         if (self.show_all and self.can_show_all) or not self.multi_page:
             paginator: Any = self.paginator
             self.result_list = paginator.rows(paginator.keys)
+        # There is no count of all to compare it with.
+        self.full_result_count = self.result_count
+        page: Any = self.model_admin
+        page.count_waiters(self.result_list)

@@ -44,7 +44,7 @@ class ReleaseForm(forms.Form):
     """Asks why the locks are taken from their holders."""
 
     reason = forms.CharField(
-        label=gettext_lazy("Reason"),
+        label=gettext_lazy("Reason (required)"),
         help_text=gettext_lazy("For the locks’ history: what happened, who was asked."),
         max_length=255,
         widget=AdminTextInputWidget(attrs={"autocomplete": "off"}),

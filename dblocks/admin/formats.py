@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString
+from django.utils.safestring import SafeString, mark_safe
 from django.utils.timezone import localtime
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext_lazy
@@ -66,9 +67,27 @@ def time_element(
     )
 
 
-def isolated(text: str, style: str = "text") -> SafeString:
+def isolated(text: str) -> SafeString:
     """Return a text from a program or a user, isolated from its surroundings."""
-    return format_html('<bdi class="dblocks-{}">{}</bdi>', style, text)
+    return format_html('<bdi class="dblocks-text">{}</bdi>', text)
+
+
+_SEPARATORS = r":;,./\\|_@=&?#+~-"
+_BREAK = re.compile(rf"(?<=[{_SEPARATORS}])(?=[^{_SEPARATORS}])")
+
+
+def isolated_key(key: str) -> SafeString:
+    """Return a key like any text, which may be broken behind its separators."""
+    parts = ((part,) for part in _BREAK.split(key))
+    breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)
+    return format_html('<bdi class="dblocks-key">{}</bdi>', breakable)
+
+
+def small(main: SafeString, *below: str | None) -> SafeString:
+    """Return a cell, and below it in small type whatever else there is to say."""
+    lines = ((text,) for text in below if text)
+    smaller = format_html_join("", '<span class="dblocks-small">{}</span>', lines)
+    return format_html("{}{}", main, smaller)
 
 
 def names_of(row_keys: Sequence[str]) -> SafeString:

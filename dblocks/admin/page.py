@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 from urllib.parse import unquote
@@ -18,35 +19,51 @@ from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.text import smart_split, unescape_string_literal
-from django.utils.translation import gettext_lazy
+from django.utils.text import Truncator, smart_split, unescape_string_literal
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
 
 from ..backends.database import session_locks
 from ..models import DistributedLock, State
 from .changelist import LockChangeList, LockPaginator, StateFilter
 from .force_release import ForceReleaseAdmin
-from .formats import AGO, AHEAD, OVERDUE, escaped, exact, isolated, time_element
+from .formats import (
+    AGO,
+    AHEAD,
+    OVERDUE,
+    escaped,
+    exact,
+    isolated,
+    isolated_key,
+    small,
+    time_element,
+)
+
+MAX_NOTE = 80
+"""Characters of a note in the list; the lock's page has all of it."""
 
 
 @admin.register(DistributedLock)
 class DistributedLockAdmin(ForceReleaseAdmin):
     """Shows locks, and lets those who may force their release."""
 
-    list_display = (
-        *("shown_key", "shown_permit", "shown_state", "shown_holder"),
-        *("since", "left"),
-    )
+    list_display = ("listed_key", "shown_state", "listed_holder", "since", "left")
     list_filter = (StateFilter,)
     list_per_page = 50
-    ordering = ("key",)
     paginator = LockPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     search_fields = ("key", "holder", "note")
-    search_help_text = gettext_lazy("Search by key, holder and note.")
-    confirmed_fields = (*list_display[:4], "shown_note", "since", "left")
-    fields = readonly_fields = (
+    search_help_text = gettext_lazy(
+        "Search by key, holder and note. Free locks are found when the state is “free” "
+        "or “all”."
+    )
+    confirmed_fields = (
         *("shown_key", "shown_permit", "shown_state", "shown_holder", "shown_note"),
+        *("since", "left"),
+    )
+    fields = readonly_fields = (
+        *confirmed_fields[:5],
         *("since_exact", "left_exact", "waiting"),
         *("version_number", "hold_count", "owner"),
     )
@@ -72,6 +89,19 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return LockChangeList
 
+    def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
+        """The longest held first; with free rows by key, which alone has an index."""
+        state = request.GET.get(StateFilter.parameter_name, State.HELD)
+        has_free = state not in {State.HELD, State.EXPIRED, State.COOLING}
+        return ("key",) if has_free else ("acquired_at", "key")
+
+    def count_waiters(self, locks: Iterable[Any]) -> None:
+        """Note with each lock how many wait for it, as far as the server knows."""
+        taken = {lock.lock_key for lock in locks if State(lock.state) is not State.FREE}
+        counts = session_locks.waiters(connections[self.locks.db], taken)
+        for lock in locks:
+            lock.waiting_count = counts.get(lock.lock_key, 0)
+
     def action_checkbox(self, obj: DistributedLock) -> SafeString:
         ticked = copy(obj)
         ticked.key = escaped(obj.key)
@@ -93,12 +123,30 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         return fields
 
     @admin.display(description=gettext_lazy("key"), ordering="key")
+    def listed_key(self, lock: DistributedLock) -> SafeString:
+        """The key, and in small type the permit and the note."""
+        permit = None
+        if lock.permit is not None:
+            number = format_html('<span class="dblocks-permit">{}</span>', lock.permit)
+            permit = format_html(_("permit {number}"), number=number)
+        note = isolated(Truncator(lock.note).chars(MAX_NOTE)) if lock.note else None
+        return small(self.shown_key(lock), permit, note)
+
+    @admin.display(description=gettext_lazy("holder"), ordering="holder")
+    def listed_holder(self, lock: Any) -> SafeString:
+        """The holder, and in small type the number of those who wait."""
+        waiting = None
+        if count := lock.waiting_count:
+            text = ngettext("%(count)d waiting", "%(count)d waiting", count)
+            waiting = text % {"count": count}
+        return small(self.shown_holder(lock), waiting)
+
+    @admin.display(description=gettext_lazy("key"))
     def shown_key(self, lock: DistributedLock) -> SafeString:
-        return isolated(lock.lock_key, "key")
+        return isolated_key(lock.lock_key)
 
     @admin.display(description=gettext_lazy("permit"), empty_value="")
     def shown_permit(self, lock: DistributedLock) -> SafeString | None:
-        """The permit's number; the style sheet hides a column without any."""
         if lock.permit is None:
             return None
         return format_html('<span class="dblocks-permit">{}</span>', lock.permit)
@@ -110,16 +158,23 @@ class DistributedLockAdmin(ForceReleaseAdmin):
             '<span class="dblocks-state dblocks-{}">{}</span>', state.value, state.label
         )
 
-    @admin.display(description=gettext_lazy("holder"), ordering="holder")
+    @admin.display(description=gettext_lazy("holder"))
     def shown_holder(self, lock: DistributedLock) -> SafeString:
-        """The holder; a released lock keeps its last holder's name, but has none."""
-        return isolated(lock.holder) if lock.owner else self.get_empty_value_display()
+        """The holder; a released lock has none, but tells who was the last."""
+        if not lock.holder:
+            return self.get_empty_value_display()
+        if lock.owner:
+            return isolated(lock.holder)
+        return format_html(
+            '<span class="dblocks-last">{}</span>',
+            format_html(_("last: {holder}"), holder=isolated(lock.holder)),
+        )
 
     @admin.display(description=gettext_lazy("note"))
     def shown_note(self, lock: DistributedLock) -> SafeString:
         return isolated(lock.note) if lock.note else self.get_empty_value_display()
 
-    @admin.display(description=gettext_lazy("held since"), ordering="-acquired_at")
+    @admin.display(description=gettext_lazy("held since"), ordering="acquired_at")
     def since(self, lock: Any) -> SafeString | None:
         if lock.acquired_at is None or State(lock.state) is State.FREE:
             return None
@@ -133,10 +188,10 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         return time_element(lock.expires_at, phrases, abs(lock.remaining))
 
     @admin.display(description=gettext_lazy("waiting"))
-    def waiting(self, lock: DistributedLock) -> int | str:
+    def waiting(self, lock: Any) -> int | str:
         """The number of waiters, where it is known."""
-        counts = session_locks.waiters(connections[self.locks.db], [lock.lock_key])
-        return counts.get(lock.lock_key) or self.get_empty_value_display()
+        self.count_waiters([lock])
+        return lock.waiting_count or self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("held since"))
     def since_exact(self, lock: DistributedLock) -> SafeString:
