@@ -7,12 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, models
+from django.db import connections, models, transaction
 from django.db.models import Case, F, Q, Value, When
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from . import transaction_locks, validation
+from . import interventions, transaction_locks, validation
 from .backends.database import dialects, session_locks, table
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
@@ -196,8 +196,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Args:
             version: Only this grant; a lock that changed hands is left alone.
             older_than: Only if it has been held longer than this.
-            by: Who does it, for the signal: a user, a name.
-            reason: Why, for the signal.
+            by: Who does it, for the signal and the history: a user, a name.
+            reason: Why, for the same.
             permit: Which permit of the key; ``None`` for a lock without permits.
 
         Returns:
@@ -214,8 +214,19 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
-            if table.force_release(connections[self.db], row_key, row.version):
-                ended = row.owner, row.holder, row.version
+            ended = row.owner, row.holder, row.version
+            with transaction.atomic(using=self.db):
+                done = table.force_release(connections[self.db], row_key, row.version)
+                if done:
+                    interventions.record(
+                        self.db,
+                        row_key,
+                        holder=row.holder,
+                        version=row.version,
+                        by=by,
+                        reason=reason,
+                    )
+            if done:
                 announce_force_release(
                     self.model, row_key, ended, using=self.db, by=by, reason=reason
                 )

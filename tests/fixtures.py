@@ -36,8 +36,9 @@ def in_memory() -> bool:
 def wipe() -> None:
     """Empty the tables that tests write, by hand and in autocommit."""
     with connection.cursor() as cursor:
-        for table in ("dblocks_distributedlock", "testapp_account"):
-            cursor.execute(f"DELETE FROM {table}")
+        for table in ("distributedlock", "intervention"):
+            cursor.execute(f"DELETE FROM dblocks_{table}")
+        cursor.execute("DELETE FROM testapp_account")
 
 
 @pytest.fixture(scope="session")

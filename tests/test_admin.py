@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import getpass
 import html
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -15,6 +17,7 @@ from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test import Client
 from django.urls import include, path, reverse
@@ -23,6 +26,7 @@ from django.utils import timezone
 from dblocks import distributed_lock
 from dblocks.admin import DistributedLockAdmin, changelist, force_release, formats
 from dblocks.admin import page as page_module
+from dblocks.interventions import record
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
 from tests.factories import LockFactory, now, stored
@@ -740,6 +744,72 @@ def test_log_entry(operator: Client) -> None:
     )
     page = operator.get(page_of("k", "history")).rendered_content
     assert html.escape(entry.get_change_message()) in page
+
+
+def told_by_history(client: Client, key: str) -> list[tuple[str, str]]:
+    """Who did what, as a lock's history tells it."""
+    page = client.get(page_of(key, "history")).rendered_content
+    _before, _id, table = page.partition('id="change-history"')
+    rows = re.findall(r"<td>(.*?)</td>\s*<td>(.*?)</td>", table)
+    return [(html.unescape(who), html.unescape(what)) for who, what in rows]
+
+
+def test_history_of_every_release(operator: Client) -> None:
+    """It has what the admin, commands and programs released, the latest first."""
+    for version, by in enumerate((None, "", "deploy <b>", User(username="ann")), 1):
+        LockFactory(key="k", held=True, version=version, holder=f"web-{version}")
+        by_whom = {"by": by, "reason": "<i>hung</i>" if by else ""}
+        assert DistributedLock.objects.force_release("k", **by_whom)
+        DistributedLock.objects.all()._raw_delete("default")
+    LockFactory(key="k", held=True, version=5, holder="web-5")
+    call_command("locks", "release", "k", yes=True, reason="the host is gone")
+    DistributedLock.objects.all()._raw_delete("default")
+    LockFactory(key="k", held=True, version=6, holder="web-6")
+    release(operator, field("k", 6), reason="stuck")
+    what = "Force released (was held by web-{0}, fencing token {0})."
+    found = told_by_history(operator, "k")
+    assert found.pop(1) == (
+        getpass.getuser(),
+        f"{what.format(5)} Reason: the host is gone",
+    )
+    assert found == [
+        ("operator", f"{what.format(6)} Reason: stuck"),
+        ("ann", f"{what.format(4)} Reason: <i>hung</i>"),
+        ("deploy <b>", f"{what.format(3)} Reason: <i>hung</i>"),
+        ("", what.format(2)),
+        ("", what.format(1)),
+    ]
+
+
+def test_history_has_pages(operator: Client) -> None:
+    """A long history is paged through."""
+    for version in range(130):
+        record("default", "k", holder="", version=version, by="me", reason="")
+    LockFactory(key="k")
+    assert len(told_by_history(operator, "k")) == 100
+    response = operator.get(page_of("k", "history"), {"p": 2})
+    assert response.rendered_content.count("<td>me</td>") == 30
+    assert "130 entries" in response.rendered_content
+    assert "?p=1" in response.rendered_content
+
+
+def test_release_and_record_are_one(operator: Client) -> None:
+    """Nothing is released without a record, and nothing recorded that wasn't."""
+    LockFactory(key="k", held=True)
+
+    class Nameless:
+        def __str__(self) -> str:
+            raise RuntimeError("no name")
+
+    with pytest.raises(RuntimeError, match="no name"):
+        DistributedLock.objects.force_release("k", by=Nameless())
+    assert stored("k").version == 1
+    assert not DistributedLock.objects.force_release("k", version=7)
+    with transaction.atomic():
+        assert DistributedLock.objects.force_release("k")
+        transaction.set_rollback(True)
+    assert told_by_history(operator, "k") == []
+    assert stored("k").version == 1
 
 
 def test_history_of_one_key(operator: Client) -> None:

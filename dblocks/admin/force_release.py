@@ -83,6 +83,15 @@ _OUTCOMES = {
 """What can become of a lock on the page, and how a message says it."""
 
 
+def told(holder: str, token: int, reason: str) -> str:
+    """Say what a forced release did, for the history."""
+    text = _("Force released (was held by %(holder)s, fencing token %(token)s).")
+    text %= {"holder": holder, "token": token}
+    if not reason:
+        return text
+    return _("%(what)s Reason: %(reason)s") % {"what": text, "reason": reason}
+
+
 def is_busy(locks: LockQuerySet, key: str) -> bool:
     """Tell whether a transaction has the row locked, and keeps it locked for a moment.
 
@@ -294,10 +303,5 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             reason=reason,
         ):
             return "changed"
-        message = _(
-            "Force released (was held by %(holder)s, fencing token %(token)s). "
-            "Reason: %(reason)s"
-        )
-        values = {"holder": lock.holder, "token": lock.version, "reason": reason}
-        self.log_change(request, lock, message % values)
+        self.log_change(request, lock, told(lock.holder, lock.version, reason))
         return "released"
