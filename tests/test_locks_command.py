@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -26,10 +27,11 @@ from dblocks.backends.values import Entry, Reading, Waiters
 from dblocks.conf import backends
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
+from dblocks.management.rendering import cells_in
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
-from tests.factories import LockFactory, stored
+from tests.factories import LockFactory, now, stored
 from tests.processes import Workers
 from tests.timing import DEADLINE, eventually
 
@@ -99,7 +101,7 @@ def test_waiting(run: Run, workers: Workers, key: str) -> None:
         eventually(lambda: shown() == 3, what="three in the queue")
         _status, out, _err = run("list")
         [row] = [line for line in out.splitlines() if line.startswith(key)]
-        assert row.split()[-2:] == ["3", "-"]
+        assert row.split("\t")[-2:] == ["3", "-"]
         request = RequestFactory().get("/")
         page = DistributedLockAdmin(DistributedLock, site)
         lock = page.get_queryset(request).get(pk=key)
@@ -138,21 +140,17 @@ def test_holder_that_has_waited(workers: Workers, key: str) -> None:
     eventually(lambda: number() == 0, what="nobody")
 
 
-def test_list(run: Run) -> None:
-    """The table shows every lock with its state, holder and note."""
+COLUMNS = [
+    *("KEY", "PERMIT", "STATE", "HOLDER"),
+    *("AGE", "REMAINING", "WAITING", "NOTE"),
+]
+
+
+def test_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table shows every lock with its state, holder and note, and their number."""
     one_of_each()
-    status, out, err = run("list")
-    assert (status, err) == (0, "")
-    head, *rows, count = out.splitlines()
-    assert head.split() == [
-        "KEY",
-        "STATE",
-        "HOLDER",
-        "AGE",
-        "REMAINING",
-        "WAITING",
-        "NOTE",
-    ]
+    head, *rows, count = screen_of(monkeypatch, 120)
+    assert head.split() == [name for name in COLUMNS if name != "PERMIT"]
     assert [row.split()[:2] for row in rows] == [
         ["cooling", "cooling"],
         ["expired", "expired"],
@@ -164,11 +162,110 @@ def test_list(run: Run) -> None:
     assert count == "4 locks"
 
 
-def test_list_of_one_and_of_none(run: Run) -> None:
+def test_list_in_a_pipe(run: Run) -> None:
+    """All columns between tabs: nothing is padded, cut, counted or coloured."""
+    one_of_each()
+    LockFactory(held=True, key="a\tb" + "c" * 200, note="n" * 255, holder="web 1")
+    status, out, err = run("list", "--force-color")
+    assert (status, err) == (0, "")
+    head, *rows = (line.split("\t") for line in out.splitlines())
+    assert head == COLUMNS
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+    first = rows[0]
+    assert (first[0], first[3]) == ("a\\tb" + "c" * 200, "web 1")
+    assert first[-1] == "n" * 255
+    assert [row[0] for row in rows[1:]] == ["cooling", "expired", "free", "held"]
+    assert rows[-1][1:4] == ["-", "held", "host:1:MainThread"]
+
+
+def test_list_of_one_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is a sentence in the right number."""
-    assert run("list")[1].splitlines()[-1] == "0 locks"
+    assert screen_of(monkeypatch, 80)[-1] == "0 locks"
     LockFactory(free=True)
-    assert run("list")[1].splitlines()[-1] == "1 lock"
+    assert screen_of(monkeypatch, 80)[-1] == "1 lock"
+
+
+def keys_of(out: str) -> list[str]:
+    """Return the keys of a list in a pipe."""
+    return [line.split("\t")[0] for line in out.splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keys"),
+    [
+        ("order:*", ["order:1", "order:22"]),
+        ("order:?", ["order:1"]),
+        ("*:[23]*", ["order:22", "Order:3"]),
+        ("order", []),
+        ("job", ["job", "job"]),
+        ("100%_*", ["100%_\n"]),
+        ("*", ["100%_\n", "Order:3", "job", "job", "order:1", "order:22"]),
+    ],
+)
+def test_list_by_key(run: Run, pattern: str, keys: list[str]) -> None:
+    """--key is a pattern of whole keys, whose letters are told apart."""
+    for key in ("order:1", "order:22", "Order:3", "job\x1f1", "job\x1f0", "100%_\n"):
+        LockFactory(held=True, key=key)
+    found = json.loads(run("list", "--key", pattern, "--json")[1])
+    assert [lock["key"] for lock in found] == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("web-1", ["a", "b"]),
+        ("WEB-1", ["a", "b"]),
+        ("web-1 pid 7", ["a"]),
+        ("pid 7", ["a", "c"]),
+        ("web", []),
+        ("1", []),
+        ("web-*", ["a", "b", "c"]),
+        ("web-1?", ["c"]),
+        ("example.com", []),
+        (".", []),
+    ],
+)
+def test_list_by_holder(run: Run, text: str, keys: list[str]) -> None:
+    """--holder is whole words of who holds now: one host isn't taken for another."""
+    LockFactory(held=True, key="a", holder="web-1 pid 7 MainThread")
+    LockFactory(expired=True, key="b", holder="web-1.example.com pid 70 MainThread")
+    LockFactory(held=True, key="c", holder="web-12 pid 7 MainThread")
+    LockFactory(held=True, key="d", holder="my-web-1x pid 9 MainThread")
+    LockFactory(cooling=True, key="e", holder="web-1 pid 7 MainThread")
+    LockFactory(free=True, key="f", holder="web-1 pid 7 MainThread")
+    assert keys_of(run("list", "--holder", text)[1]) == keys
+    assert keys_of(run("list", "--holder", text, "--key", "[bc]")[1]) == [
+        key for key in keys if key in "bc"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "keys"),
+    [
+        ("key", ["a", "b", "c", "d", "e"]),
+        ("age", ["c", "d", "b", "a", "e"]),
+        ("remaining", ["d", "a", "b", "c", "e"]),
+    ],
+)
+def test_list_in_order(run: Run, order: str, keys: list[str]) -> None:
+    """--sort has the longest held, or the first to be over, first; free ones last."""
+    LockFactory(cooling=True, key="a", expires_at=now(60))
+    LockFactory(held=True, key="b", age=100, expires_at=now(120))
+    LockFactory(held=True, key="c", age=300, expires_at=now(180))
+    LockFactory(expired=True, key="d", age=200)
+    LockFactory(free=True, key="e", age=900)
+    assert keys_of(run("list", "--sort", order)[1]) == keys
+    assert keys_of(run("list", "--sort", order, "--limit", "2")[1]) == keys[:2]
+    found = json.loads(run("list", "--sort", order, "--limit", "3", "--json")[1])
+    assert [lock["key"] for lock in found] == keys[:3]
+
+
+def test_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal the count says how many are left out."""
+    LockFactory.bulk(5, held=True)
+    shown = screen_of(monkeypatch, 80, "--limit", "2")
+    assert len(shown) == 4
+    assert shown[-1] == "5 locks, 3 of them not shown"
 
 
 @pytest.mark.parametrize("state", ["held", "expired", "cooling", "free"])
@@ -222,6 +319,51 @@ def test_show(run: Run) -> None:
     assert json.loads(run("show", "free", "--json")[1])["age"] is None
 
 
+AGO = r"\d\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+SHOWN = {
+    "held": {
+        "holder": "host:1:MainThread",
+        "note": "at work",
+        "age": f"1h01m, since {AGO}",
+        "remaining": f"(59m..s|1h00m), until {AGO}",
+        "fencing token": "1",
+        "holds": "1",
+        "owner": r"owner-\d+",
+    },
+    "expired": {
+        "holder": "host:1:MainThread",
+        "age": f"1h01m, since {AGO}",
+        "overdue": f"1h00m, since {AGO}",
+        "fencing token": "1",
+        "holds": "1",
+        "owner": r"owner-\d+",
+    },
+    "cooling": {
+        "last holder": "web-1 pid 7 MainThread",
+        "remaining": f"(59m..s|1h00m), until {AGO}",
+        "fencing token": "1",
+    },
+    "free": {"fencing token": "1"},
+}
+
+
+@pytest.mark.parametrize("state", SHOWN)
+def test_facts(run: Run, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Each fact is said once, times with units, and what isn't there not at all."""
+    one_of_each()
+    DistributedLock.objects.filter(pk="cooling")._raw_delete("default")
+    LockFactory(cooling=True, key="cooling", holder="web-1 pid 7 MainThread")
+    out = run("show", state)[1]
+    facts = dict(line.split("\t") for line in out.splitlines())
+    assert list(facts) == ["key", "state", *SHOWN[state]]
+    for name, wanted in SHOWN[state].items():
+        assert re.fullmatch(wanted, facts[name]), facts[name]
+    screen = Terminal()
+    call_command("locks", "show", state, stdout=screen, no_color=True)
+    names = [line[:14].strip() for line in screen.getvalue().splitlines()]
+    assert names == list(facts)
+
+
 def test_show_of_none(run: Run) -> None:
     """A key without a row is status 1."""
     status, out, err = run("show", "no such key")
@@ -232,7 +374,7 @@ def test_show_of_none(run: Run) -> None:
 def test_list_of_permits(run: Run) -> None:
     """Key and permit stand apart, permits in the order of their numbers."""
     three_permits()
-    head, *rows, _count = run("list")[1].splitlines()
+    head, *rows = run("list")[1].splitlines()
     assert head.split()[:3] == ["KEY", "PERMIT", "STATE"]
     of_job = [row.split()[:3] for row in rows if row.startswith("job")]
     assert of_job == [
@@ -305,21 +447,31 @@ def test_waiting_for_a_permit(run: Run, workers: Workers, key: str) -> None:
 
 def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal no line is wider than it; to a file nothing is cut."""
-    LockFactory(held=True, key="k" * 120, note="n" * 120)
-    monkeypatch.setenv("COLUMNS", "70")
-    screen, file = Terminal(), StringIO()
-    call_command("locks", "list", stdout=screen, no_color=True)
-    assert max(map(len, screen.getvalue().splitlines())) <= 70
-    assert "…" in screen.getvalue()
+    LockFactory(held=True, key="k" * 30, note="n" * 120)
+    screen = screen_of(monkeypatch, 70)
+    assert max(map(len, screen)) <= 70
+    assert "…" in screen[1]
+    file = StringIO()
     call_command("locks", "list", stdout=file)
-    assert "k" * 120 in file.getvalue()
+    assert "n" * 120 in file.getvalue()
 
 
-def screen_of(monkeypatch: pytest.MonkeyPatch, width: int) -> list[str]:
+def test_keys_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is too long for its column pushes its own row's rest aside."""
+    long = "tenant:" + "7" * 90
+    for key in ("a", long, "z"):
+        LockFactory(held=True, key=key, holder="web-1 pid 7 MainThread", note="n" * 90)
+    head, first, second, third, _count = screen_of(monkeypatch, 80)
+    assert second.startswith(f"{long}  held  ")
+    assert len(first) == len(third) <= 80
+    assert first.index("held") == third.index("held") == head.index("STATE")
+
+
+def screen_of(monkeypatch: pytest.MonkeyPatch, width: int, *options: str) -> list[str]:
     """Return what the list draws on a terminal of a width."""
     monkeypatch.setenv("COLUMNS", str(width))
     screen = Terminal()
-    call_command("locks", "list", stdout=screen, no_color=True)
+    call_command("locks", "list", *options, stdout=screen, no_color=True)
     return screen.getvalue().splitlines()
 
 
@@ -334,7 +486,7 @@ def cells(text: str) -> int:
 def test_wide_characters(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Columns stand one below the other, whatever the width of their characters."""
     keys = [
-        "在庫:" + "商品" * 20,
+        "在庫:" + "商品" * 7,
         "\N{LOCK}:7",
         "jo\N{COMBINING ACUTE ACCENT}b",
         "plain",
@@ -347,6 +499,27 @@ def test_wide_characters(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
         before = row.partition("held")[0]
         assert cells(before) == head.index("STATE")
         assert cells(row) <= width
+
+
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [
+        ("plain", 5),
+        ("在庫", 4),
+        ("\N{LOCK}", 2),
+        ("e\N{COMBINING ACUTE ACCENT}", 1),
+        ("\N{HEAVY BLACK HEART}", 1),
+        ("\N{HEAVY BLACK HEART}\N{VARIATION SELECTOR-16}", 2),
+        ("\N{LOCK}\N{VARIATION SELECTOR-16}", 2),
+        ("\u1112\u1161\u11ab", 2),  # a syllable of Korean, written in its parts
+        ("ﾛｯｸ", 3),
+        ("ＡＢ", 4),
+        ("\N{VARIATION SELECTOR-16}", 0),
+    ],
+)
+def test_cells(text: str, width: int) -> None:
+    """The width of a text is that of the cells that terminals give it."""
+    assert cells_in(text) == width
 
 
 def test_room_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +547,15 @@ def test_color_on_a_terminal_only() -> None:
     call_command("locks", "list", stdout=file, force_color=True)
     assert "\x1b[" in screen.getvalue()
     assert "\x1b[" not in file.getvalue()
+
+
+def test_free_has_no_color() -> None:
+    """As in the admin, what is free doesn't stand out."""
+    LockFactory(free=True, key="k")
+    for verb in (["list"], ["show", "k"]):
+        screen = Terminal()
+        call_command("locks", *verb, stdout=screen, force_color=True)
+        assert "\x1b[" not in screen.getvalue()
 
 
 def test_control_characters_stay_off_the_screen(run: Run) -> None:
@@ -405,6 +587,26 @@ def test_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(first.splitlines()) <= 24
     assert "40 locks, 19 of them not shown" in first
     assert first != second
+
+
+def test_watch_of_long_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that the terminal wraps count as several."""
+    for number in range(20):
+        LockFactory(held=True, key=f"{number:02}" + "k" * 150)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    screen = Terminal()
+    call_command("locks", "list", "--watch", stdout=screen, no_color=True)
+    _home, drawn = screen.getvalue().split("\x1b[H\x1b[2J")
+    lines = drawn.splitlines()
+    used = sum(-(-len(line) // 80) for line in lines)
+    assert 20 <= used <= 23
+    assert lines[-1] == f"20 locks, {20 - (len(lines) - 2)} of them not shown"
 
 
 # release
@@ -553,6 +755,114 @@ def test_release_of_a_permit_asks(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "Permit 2 of the lock 'job':" in err
 
 
+ALL = ["release", "--holder", "web-3"]
+
+
+def of_web_3() -> None:
+    """Make what a dead host left, and its neighbours."""
+    LockFactory(held=True, key="a", version=3, holder="web-3 pid 7 MainThread")
+    LockFactory(expired=True, key="b\x1f2", holder="web-3 pid 7 Thread-1")
+    LockFactory(held=True, key="c", holder="web-33 pid 7 MainThread")
+    LockFactory(cooling=True, key="d", holder="web-3 pid 7 MainThread")
+    LockFactory(free=True, key="e", holder="web-3 pid 7 MainThread")
+
+
+def keys_taken() -> set[str]:
+    return set(DistributedLock.objects.exclude(owner="").values_list("pk", flat=True))
+
+
+def test_release_of_what_a_host_held(run: Run) -> None:
+    """--holder releases what that host holds, each with a line, and nothing else."""
+    of_web_3()
+    told: list[dict[str, Any]] = []
+
+    def receive(**kwargs: Any) -> None:
+        told.append(kwargs)
+
+    lock_force_released.connect(receive)
+    try:
+        status, out, err = run(*ALL, "--yes", "--reason", "the host is gone")
+    finally:
+        lock_force_released.disconnect(receive)
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "Released 'a' (fencing token 3, web-3 pid 7 MainThread).",
+        "Released 'b', permit 2 (fencing token 1, web-3 pid 7 Thread-1).",
+    ]
+    assert keys_taken() == {"c"}
+    assert DistributedLock.objects.cooling().filter(pk="d").exists()
+    assert {(each["key"], each["reason"]) for each in told} == {
+        ("a", "the host is gone"),
+        ("b", "the host is gone"),
+    }
+    assert run(*ALL, "--yes")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--key", "order:*"], {"other", "order"}),
+        (["--key", "order:*", "--holder", "web-1"], {"order:2", "other", "order"}),
+        (["--key", "*", "--older-than", "2h"], {"order:1", "other", "order"}),
+        (["--key", "nothing"], {"order:1", "order:2", "other", "order"}),
+    ],
+)
+def test_release_by_pattern(run: Run, options: list[str], left: set[str]) -> None:
+    """What matches all options is released, and what is cooling too."""
+    LockFactory(held=True, key="order:1", holder="web-1 pid 1 t")
+    LockFactory(held=True, key="order:2", holder="web-2 pid 2 t", age=7300)
+    LockFactory(held=True, key="other", holder="web-3 pid 2 t")
+    LockFactory(held=True, key="order", holder="web-3 pid 2 t")
+    LockFactory(cooling=True, key="order:3")
+    LockFactory(free=True, key="order:4", age=9000)
+    status, _out, err = run("release", *options, "--yes")
+    assert status == (1 if "nothing" in options else 0)
+    assert ("nothing that is taken matches" in err) == (status == 1)
+    assert keys_taken() == left
+    cooling = DistributedLock.objects.cooling().exists()
+    assert cooling == (options != ["--key", "order:*"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"), [("2", 0), (" 2 ", 0), ("1", 1), ("y", 1), ("", 1)]
+)
+def test_release_of_several_asks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, status: int
+) -> None:
+    """It shows what it would release and asks for how many that are."""
+    of_web_3()
+    monkeypatch.setattr("builtins.input", lambda: answer)
+    found, out, err = run(*ALL)
+    assert found == status
+    assert (out == "") == (status == 1)
+    head, first, second, *rest = err.splitlines()
+    assert head.split()[:3] == ["KEY", "PERMIT", "STATE"]
+    assert first.split()[:3] == ["a", "-", "held"]
+    assert second.split()[:3] == ["b", "2", "expired"]
+    assert "two may be at work" in rest[0]
+    assert rest[1].startswith("2 locks; type 2 to force the release: ")
+    assert keys_taken() == ({"a", "b\x1f2", "c"} if status else {"c"})
+
+
+def test_release_of_several_of_which_one_changed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes hands while the question stands is left alone and named."""
+    of_web_3()
+
+    def reply() -> str:
+        DistributedLock.objects.force_release("a")
+        DistributedLock.objects.acquire("a", owner="another", lease=60)
+        return "2"
+
+    monkeypatch.setattr("builtins.input", reply)
+    status, out, err = run(*ALL)
+    assert status == 1
+    assert len(out.splitlines()) == 1
+    assert "1 of 2 changed hands and were left alone: the lock 'a'" in err
+    assert stored("a").owner == "another"
+
+
 # prune
 
 
@@ -616,6 +926,14 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "no verb": ([], "list|show|release|prune"),
     "no such verb": (["frob"], "frob"),
     "no key": (["release"], "KEY"),
+    "all and yes": (["release", "--yes"], "--key PATTERN or --holder TEXT"),
+    "key twice": (["release", "k", "--key", "k*"], "without --key"),
+    "key and holder": (["release", "k", "--holder", "h"], "without --key"),
+    "token of several": (["release", "--key", "k", "--fencing-token", "1"], "need KEY"),
+    "permit of several": (["release", "--holder", "h", "--permit", "1"], "need KEY"),
+    "reason": (["release", "k", "--reason", "r" * 256], "--reason must not be longer"),
+    "no such order": (["list", "--sort", "note"], "note"),
+    "limit": (["list", "--limit", "0"], "1 or more"),
     "no age": (["prune"], "--older-than"),
     "negative age": (["prune", "--older-than", "-1"], "0 or more"),
     "no such state": (["list", "--state", "lost"], "lost"),
@@ -668,7 +986,7 @@ def test_help(run: Run) -> None:
     """Every option has a default in its help; there are three examples."""
     status, out, _ = run("--help")
     assert status == 0
-    assert out.count("manage.py locks ") == 4  # the usage and three examples
+    assert out.count("manage.py locks ") == 5  # the usage and four examples
     for verb in ("list", "show", "release", "prune"):
         assert run(verb, "--help")[0] == 0
 
@@ -761,12 +1079,15 @@ def test_list_of_an_engine(engine: Run) -> None:
     with one_of_each_in_memory():
         status, out, err = engine("list")
         assert (status, err) == (0, "")
-        head, *rows, count = out.splitlines()
-        assert head.split()[:3] == ["KEY", "STATE", "HOLDER"]
+        head, *rows = out.splitlines()
+        assert head.split() == COLUMNS
         states = ["cooling", "expired", "free", "held"]
-        assert [row.split()[:2] for row in rows] == [[each, each] for each in states]
+        assert [row.split()[:3] for row in rows] == [
+            [each, "-", each] for each in states
+        ]
         assert rows[-1].endswith("at work")
-        assert count == "4 locks"
+        assert keys_of(engine("list", "--key", "*ee*", "--sort", "age")[1]) == ["free"]
+        assert keys_of(engine("list", "--holder", "held elsewhere")[1]) == ["held"]
         for state in states:
             found = json.loads(engine("list", "--state", state, "--json")[1])
             assert [lock["key"] for lock in found] == [state]
@@ -819,10 +1140,7 @@ def test_watch_of_an_engine(engine: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(locks.time, "sleep", sleep)
     _status, out, _err = engine("list", "--watch")
-    assert [line for line in out.splitlines() if "lock" in line] == [
-        "0 locks",
-        "1 lock",
-    ]
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["KEY", "KEY", "later"]
 
 
 def test_default_engine(run: Run, settings: Any) -> None:
@@ -898,7 +1216,7 @@ def test_release_on_an_engine(engine: Run) -> None:
         [kwargs] = told
         assert (kwargs["backend"], kwargs["reason"]) == ("engine", "host is gone")
         assert isinstance(kwargs["by"], str)
-        assert engine("release", "cooling", "--yes")[0] == 0
+        assert engine("release", "--key", "cool*", "--yes")[0] == 0
         free = json.loads(engine("list", "--state", "free", "--json")[1])
         assert [lock["key"] for lock in free] == ["cooling", "free", "held"]
 

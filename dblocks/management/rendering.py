@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import count, pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 from ..backends.values import Entry, Reading
@@ -15,12 +15,12 @@ AnyLock = DistributedLock | Entry
 """A lock or a permit: a row of the table with its state, or what an engine tells."""
 
 HELD, EXPIRED, COOLING, FREE = State.values
-COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING", FREE: "HTTP_INFO"}
-"""Django's name for the style of each state."""
+COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING"}
+"""Django's name for the style of each state, in the admin's colours; free has none."""
 
 _COLUMNS = ("KEY", "PERMIT", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
-_SHARES = {"KEY": 2, "HOLDER": 1, "NOTE": 1}
-"""The columns that shrink, and which part of the space that is left each gets."""
+_CUT = ("HOLDER", "NOTE")
+"""The columns whose text is cut; keys are there to be copied."""
 _LEAST = 8
 """The narrowest that a shrinking column gets."""
 _EMPTY = "-"
@@ -31,11 +31,7 @@ _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 def as_json(lock: AnyLock, waiting: int | None = None) -> dict[str, Any]:
     """Return a lock as the option ``--json`` writes it, in its documented shape."""
     remaining = float(lock.remaining)
-    age = None
-    if lock.state in {HELD, EXPIRED} and lock.acquired_at and lock.expires_at:
-        # Both by the clock of the database or the engine.
-        lasts = (lock.expires_at - lock.acquired_at).total_seconds()
-        age = round(max(0.0, lasts - remaining), 3)
+    age = held_for(lock)
     return {
         "key": lock.lock_key,
         "permit": lock.permit,
@@ -47,10 +43,24 @@ def as_json(lock: AnyLock, waiting: int | None = None) -> dict[str, Any]:
         "fencing_token": lock.version,
         "acquired_at": _moment(lock.acquired_at),
         "expires_at": _moment(lock.expires_at),
-        "age": age,
+        "age": None if age is None else round(age, 3),
         "remaining": round(max(0.0, remaining), 3),
         "waiting": waiting,
     }
+
+
+def taken_for(lock: AnyLock) -> float | None:
+    """Return how many seconds ago a lock was taken, where that is known."""
+    if not (lock.acquired_at and lock.expires_at):
+        return None
+    # Both by the clock of the database or the engine.
+    lasts = (lock.expires_at - lock.acquired_at).total_seconds()
+    return max(0.0, lasts - float(lock.remaining))
+
+
+def held_for(lock: AnyLock) -> float | None:
+    """Return for how many seconds somebody has held a lock, if anybody does."""
+    return taken_for(lock) if lock.state in {HELD, EXPIRED} else None
 
 
 def _moment(moment: datetime | None) -> str | None:
@@ -60,17 +70,56 @@ def _moment(moment: datetime | None) -> str | None:
     return utc.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def aligned(facts: Mapping[str, object]) -> list[str]:
+def facts_of(lock: AnyLock, waiting: int | None = None) -> dict[str, str]:
+    """Return what there is to say of a lock, in units for people."""
+    is_held = lock.state in {HELD, EXPIRED}
+    remaining = float(lock.remaining)
+    end = "overdue" if lock.state == EXPIRED else "remaining"
+    facts: dict[str, object] = {
+        "key": lock.lock_key,
+        "permit": lock.permit,
+        "state": lock.state,
+        "holder" if is_held else "last holder": lock.holder,
+        "note": lock.note,
+    }
+    if is_held:
+        facts["age"] = _span(held_for(lock), "since", lock.acquired_at)
+    if lock.state != FREE:
+        preposition = "since" if lock.state == EXPIRED else "until"
+        facts[end] = _span(abs(remaining), preposition, lock.expires_at)
+    facts["waiting"] = waiting
+    facts["fencing token"] = lock.version
+    if is_held:
+        facts |= {"holds": lock.hold_count, "owner": lock.owner}
+    given = {name: value for name, value in facts.items() if value not in (None, "")}
+    return {name: _text(value) for name, value in given.items()}
+
+
+def _span(seconds: float | None, preposition: str, moment: datetime | None) -> str:
+    if moment is None:
+        return _duration(seconds)
+    utc = moment.astimezone(timezone.utc)
+    return f"{_duration(seconds)}, {preposition} {utc:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def aligned(facts: Mapping[str, str]) -> list[str]:
     """Return a line for each name and value."""
     width = max(map(len, facts))
-    return [f"{name:{width}}  {_text(value)}" for name, value in facts.items()]
+    return [f"{name:{width}}  {value}" for name, value in facts.items()]
+
+
+def tab_separated(locks: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line of names and one of values for each lock, of all columns always."""
+    return ["\t".join(cells) for cells in (_COLUMNS, *map(_cells, locks))]
 
 
 def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | None]]:
-    """Return the lines of a table, each with its lock's state, cut to a width.
+    """Return the lines of a table for a width, each with its lock's state.
 
     Only where there are permits do they have a column. Where it is too wide, columns
-    without a value are left out; then holder and note shrink, and the key half as much.
+    without a value are left out; then holder and note are cut, and the note goes. A key
+    is never cut: one that is longer than its column, of at most half of the width,
+    pushes the rest of its line aside.
     """
     columns = {
         name: [name, *column]
@@ -78,17 +127,25 @@ def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | 
     }
     if all(lock["permit"] is None for lock in locks):
         del columns["PERMIT"]
-    widths = {name: max(map(_width, column)) for name, column in columns.items()}
+    widths = {name: max(map(cells_in, column)) for name, column in columns.items()}
     if locks and _total(widths) > width:
         for name, column in columns.items():
             if set(column[1:]) == {_EMPTY}:
                 del widths[name]
+        widths["KEY"] = min(widths["KEY"], max(_LEAST, width // 2))
     while _total(widths) > width:
-        wide = [name for name in _SHARES if widths.get(name, 0) > _LEAST]
-        if not wide:
+        if wide := [name for name in _CUT if widths.get(name, 0) > _LEAST]:
+            widths[max(wide, key=lambda name: widths[name])] -= 1
+        elif "NOTE" in widths:
+            del widths["NOTE"]
+        elif widths["KEY"] > _LEAST:
+            widths["KEY"] -= 1
+        else:
             break
-        widths[max(wide, key=lambda name: widths[name] / _SHARES[name])] -= 1
-    fitted = [[_fit(text, widths[name]) for text in columns[name]] for name in widths]
+    fitted = [
+        [_fit(text, size, cut=name in _CUT) for text in columns[name]]
+        for name, size in widths.items()
+    ]
     lines = ["  ".join(line).rstrip() for line in zip(*fitted, strict=True)]
     states = [None, *(lock["state"] for lock in locks)]
     return list(zip(lines, states, strict=True))
@@ -107,20 +164,32 @@ def _cells(lock: dict[str, Any]) -> list[str]:
     return [_text(shown[column.lower()]) for column in _COLUMNS]
 
 
-def _fit(text: str, width: int) -> str:
-    if _width(text) > width:
-        kept = takewhile(lambda end: _width(text[:end]) < width, count(1))
-        text = text[: max(kept, default=0)] + "…"
-    return text + " " * (width - _width(text))
+def _fit(text: str, size: int, *, cut: bool) -> str:
+    if cut and cells_in(text) > size:
+        kept = len(text)
+        while cells_in(text[:kept]) >= size:
+            kept -= 1
+        text = text[:kept] + "…"
+    return text + " " * (size - cells_in(text))
 
 
-def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    return len(text) if text.isascii() else sum(map(_columns, text))
+def cells_in(text: str) -> int:
+    """Return how many cells of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    cells = [_cells_of(character) for character in text]
+    # A sign that is asked to be shown as an emoji is as wide as one.
+    emoji = sum(
+        cells[at - 1] == 1 for at, sign in enumerate(text) if at and sign == "\ufe0f"
+    )
+    return sum(cells) + emoji
 
 
-def _columns(character: str) -> int:
+def _cells_of(character: str) -> int:
     if unicodedata.category(character) in {"Mn", "Me"}:
+        return 0
+    # Vowels and finals of Korean syllables that are written in parts, after a wide one.
+    if "\u1160" <= character <= "\u11ff":
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 

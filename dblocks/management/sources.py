@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from django.core.management.base import CommandError
@@ -14,8 +14,9 @@ from ..backends.base import BaseBackend
 from ..backends.database import session_locks
 from ..conf import DEFAULT_ALIAS
 from ..models import DistributedLock, LockQuerySet
-from ..permits import in_order, span
+from ..permits import span
 from .rendering import FREE, AnyLock
+from .selection import Selection
 from .statuses import bad_usage, database_failure, failure, find_backend
 
 
@@ -30,12 +31,8 @@ class Source(ABC):
         """Turn one of its errors into a line and an exit status."""
 
     @abstractmethod
-    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
-        """Return all locks, or those of a key, its permits in the order of numbers.
-
-        Args:
-            state: Only those in this state.
-        """
+    def find(self, selection: Selection) -> list[AnyLock]:
+        """Return the locks that are selected, in no order."""
 
     @abstractmethod
     def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
@@ -65,14 +62,18 @@ class Table(Source):
     def failure(self, error: Exception) -> CommandError:
         return database_failure(error, self._locks.db)
 
-    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
+    def find(self, selection: Selection) -> list[AnyLock]:
         rows: Any = self._locks.with_state()
-        if key is not None:
+        if (key := selection.key) is not None:
             first, end = span(key)
             rows = rows.filter(Q(key=key) | Q(key__gte=first, key__lt=end))
-        if state is not None:
-            rows = rows.filter(state=state)
-        return _in_order(rows)
+        if selection.state is not None:
+            rows = rows.filter(state=selection.state)
+        if selection.prefix:
+            rows = rows.filter(key__startswith=selection.prefix)
+        if selection.holder is not None:
+            rows = rows.exclude(owner="")
+        return [row for row in rows if row in selection]
 
     def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
         keys = {lock.lock_key for lock in locks}
@@ -102,9 +103,9 @@ class Engine(Source):
             return bad_usage(error)
         return failure(error, self._backend)
 
-    def find(self, key: str | None = None, state: str | None = None) -> list[AnyLock]:
-        entries = self._backend.entries(key)
-        return _in_order(each for each in entries if state in (None, each.state))
+    def find(self, selection: Selection) -> list[AnyLock]:
+        entries = self._backend.entries(selection.key)
+        return [entry for entry in entries if entry in selection]
 
     def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
         # Each answer may take a round trip, and nobody waits for long for a free key.
@@ -146,7 +147,3 @@ def source_of(database: str | None, backend: str | None) -> Source:
         return Table(database)
     engine = find_backend(backend or DEFAULT_ALIAS)
     return Table(engine.using) if engine.has_table else Engine(engine)
-
-
-def _in_order(locks: Iterable[AnyLock]) -> list[AnyLock]:
-    return sorted(locks, key=lambda lock: in_order(lock.key))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from io import StringIO
 from typing import Any
 
 from django.core.management.base import CommandParser, OutputWrapper
-from django.db import connections
 from django.utils.translation import ngettext
 
 from ... import validation
-from ...models import State
-from ..parsing import BACKEND, DURATION, FLAG, LockCommand, Parser
+from ..lock_options import (
+    add_common_arguments,
+    add_list_arguments,
+    add_prune_arguments,
+    add_release_arguments,
+    add_show_arguments,
+)
+from ..parsing import LockCommand, Parser
 from ..rendering import (
     COLORS,
     FREE,
@@ -27,20 +31,24 @@ from ..rendering import (
     AnyLock,
     aligned,
     as_json,
+    cells_in,
+    facts_of,
     named,
+    tab_separated,
     table,
+    taken_for,
 )
+from ..selection import Selection, ordered
 from ..sources import source_of
 from ..statuses import bad_usage, checked
 
-WATCH_EVERY = 2.0
 MAX_NAMED = 20
 """The most permits that an error names."""
-JSON = {
-    **FLAG,
-    "help": "Write JSON, of fields that stay as they are. Default: for people.",
-}
-PERMIT: dict[str, Any] = {"type": int, "metavar": "N"}
+
+WARNING = (
+    "Until a holder finds out, at its next renewal or guard, two may be at work. Only "
+    "a command under run_locked is ended then."
+)
 
 
 class LocksParser(Parser):
@@ -55,7 +63,9 @@ examples:
   show what is locked, redrawn every two seconds:
     manage.py locks list --state held --watch
   force the release of a lock that has been held for more than two hours:
-    manage.py locks release nightly-report --older-than 2h --reason "host is gone"
+    manage.py locks release nightly-report --older-than 2h --reason "it hangs"
+  force the release of all that a dead host held:
+    manage.py locks release --holder web-3 --reason "host is gone"
   delete the rows of keys that have been free for thirty days:
     manage.py locks prune --older-than 30d
 
@@ -69,10 +79,10 @@ exit status:
             metavar="list|show|release|prune", required=True, parser_class=LocksParser
         )
         for act, add_own in (
-            (self.list, _add_list_arguments),
-            (self.show, _add_show_arguments),
-            (self.release, _add_release_arguments),
-            (self.prune, _add_prune_arguments),
+            (self.list, add_list_arguments),
+            (self.show, add_show_arguments),
+            (self.release, add_release_arguments),
+            (self.prune, add_prune_arguments),
         ):
             text = act.__doc__
             verb: CommandParser = verbs.add_parser(
@@ -80,7 +90,7 @@ exit status:
             )
             verb.set_defaults(act=act)
             add_own(verb)
-            _add_common_arguments(verb)
+            add_common_arguments(verb)
 
     def handle(
         self,
@@ -103,42 +113,58 @@ exit status:
     # Showing
 
     def list(
-        self, *, state: str | None, json: bool, watch: float | None, **options: Any
+        self,
+        *,
+        state: str | None,
+        pattern: str | None,
+        holder: str | None,
+        sort: str,
+        limit: int | None,
+        json: bool,
+        watch: float | None,
+        **options: Any,
     ) -> None:
-        """Show all locks, or those in a state."""
+        """Show all locks, or some."""
+        if limit is not None and limit < 1:
+            raise bad_usage(f"--limit must be 1 or more, not {limit}")
+        selection = Selection(state=state, pattern=pattern, holder=holder)
+
+        def find() -> Sequence[AnyLock]:
+            return ordered(self.source.find(selection), sort)
+
         if watch is not None:
-            self._watch(state, checked(validation.bounded, "--watch", watch))
+            self._watch(find, limit, checked(validation.bounded, "--watch", watch))
         elif json:
-            self._write_json(self._facts(self.source.find(state=state)))
+            self._write_json(self._facts(find()[:limit]))
         else:
-            self._draw(state)
+            self._draw(find(), limit)
 
     def show(self, *, key: str, permit: int | None, json: bool, **options: Any) -> None:
         """Show one lock, or all permits of its key."""
         locks = self._find(key, permit)
-        facts = self._facts(locks)
         if permit is None and locks[-1].permit is not None:
+            facts = self._facts(locks)
             if json:
                 self._write_json({"key": key, "permits": facts})
             else:
-                self._write_table(facts, self._size()[0])
+                self._write_table(facts)
         elif json:
-            self._write_json(facts[0])
+            self._write_json(self._facts(locks)[0])
         else:
-            self._write_facts(facts[0])
+            self._write_facts(locks[0])
 
-    def _write_facts(self, facts: dict[str, Any]) -> None:
-        shown = dict(facts)
-        if shown["permit"] is None:
-            del shown["permit"]
-        for name, line in zip(shown, aligned(shown), strict=True):
-            state = shown["state"] if name == "state" else None
-            self.out.write(self._colored(line.rstrip(), state))
+    def _write_facts(self, lock: AnyLock) -> None:
+        facts = facts_of(lock, self.source.waiting([lock]).get(lock.lock_key))
+        lines = aligned(facts)
+        if not self.out.isatty():
+            lines = ["\t".join(fact) for fact in facts.items()]
+        for name, line in zip(facts, lines, strict=True):
+            self.out.write(self._colored(line, lock.state if name == "state" else None))
 
     def _find(self, key: str, permit: int | None) -> Sequence[AnyLock]:
         """Return a permit, or all of a key, the lock without permits first."""
         checked(validation.key_of_row, key, permit)
-        locks = self.source.find(key)
+        locks = ordered(self.source.find(Selection(key=key)))
         if permit is not None:
             locks = [lock for lock in locks if lock.permit == permit]
         if not locks:
@@ -153,24 +179,31 @@ exit status:
     def _write_json(self, value: object) -> None:
         self.stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
 
-    def _size(self) -> tuple[int, int]:
-        """Return width and height; nothing is cut in a file or a pipe."""
-        if self.out.isatty():
-            return shutil.get_terminal_size()
-        return sys.maxsize, sys.maxsize
-
-    def _write_table(self, facts: Sequence[dict[str, Any]], width: int) -> None:
+    def _write_table(self, facts: Sequence[dict[str, Any]], height: int = 0) -> int:
+        """Write the lines that fit a height, if one is given; return how many locks."""
+        if not self.out.isatty():
+            self.out.write("\n".join(tab_separated(facts)))
+            return len(facts)
+        width = shutil.get_terminal_size().columns
+        written = used = 0
         for line, state in table(facts, width):
+            used += max(1, -(-cells_in(line) // width))
+            if height and used > height and written > 1:
+                break
             self.out.write(self._colored(line, state))
+            written += 1
+        return written - 1
 
-    def _draw(self, state: str | None, *, cut: bool = False) -> None:
-        width, height = self._size()
-        found = self.source.find(state=state)
-        shown = found[: max(1, height - 3)] if cut else found
-        self._write_table(self._facts(shown), width)
+    def _draw(
+        self, found: Sequence[AnyLock], limit: int | None, height: int = 0
+    ) -> None:
+        wanted = found[:limit]
+        shown = self._write_table(self._facts(wanted[: height or None]), height)
+        if not self.out.isatty():
+            return
         text = ngettext("%(count)d lock", "%(count)d locks", len(found))
         text %= {"count": len(found)}
-        more = len(found) - len(shown)
+        more = len(found) - shown
         if more:
             text += ngettext(
                 ", %(more)d of them not shown", ", %(more)d of them not shown", more
@@ -178,18 +211,23 @@ exit status:
         self.out.write(text)
 
     def _colored(self, text: str, state: str | None) -> str:
-        if state is None or not self.out.isatty():
+        if state not in COLORS or not self.out.isatty():
             return text
         style: str = getattr(self.style, COLORS[state])(text)
         return style
 
-    def _watch(self, state: str | None, every: float) -> None:
+    def _watch(
+        self, find: Callable[[], Sequence[AnyLock]], limit: int | None, every: float
+    ) -> None:
         with suppress(KeyboardInterrupt):
             while True:
+                height = 0
                 if self.out.isatty():
+                    # For the count and the cursor's line.
+                    height = max(2, shutil.get_terminal_size().lines - 2)
                     # Home, then clear the screen.
                     self.out.write("\x1b[H\x1b[2J", ending="")
-                self._draw(state, cut=True)
+                self._draw(find(), limit, height)
                 self.out.flush()
                 time.sleep(every)
 
@@ -198,7 +236,9 @@ exit status:
     def release(
         self,
         *,
-        key: str,
+        key: str | None,
+        pattern: str | None,
+        holder: str | None,
         permit: int | None,
         fencing_token: int | None,
         older_than: float | None,
@@ -206,27 +246,64 @@ exit status:
         yes: bool,
         **options: Any,
     ) -> None:
-        """Force the release of a lock, or of one permit.
+        """Force the release of a lock, of one permit, or of all that match.
 
-        Its holder finds out at its next renewal or guard. Only a command under
+        Their holders find out at their next renewal or guard. Only a command under
         run_locked is ended then.
         """
-        lock = self._taken(key, permit)
-        what = named(key, lock.permit)
-        if fencing_token is not None:
-            self._compare(lock, fencing_token)
+        checked(validation.text, "--reason", reason)
+        how = {"older_than": older_than, "by": _user(), "reason": reason}
+        if key is None:
+            if pattern is None and holder is None:
+                raise bad_usage("write KEY, or --key PATTERN or --holder TEXT")
+            if permit is not None or fencing_token is not None:
+                raise bad_usage("--permit and --fencing-token need KEY")
+            self._release_all(Selection(pattern=pattern, holder=holder), yes, how)
+        elif pattern is not None or holder is not None:
+            raise bad_usage("KEY goes without --key and --holder")
+        else:
+            lock = self._taken(key, permit)
+            if fencing_token is not None:
+                self._compare(lock, fencing_token)
+            self._release_one(lock, yes, how)
+
+    def _release_one(self, lock: AnyLock, yes: bool, how: dict[str, Any]) -> None:
         if not yes:
             self._confirm(lock)
-        if not self.source.force_release(
-            lock, older_than=older_than, by=_user(), reason=reason
-        ):
+        if not self._released(lock, how):
             young = ""
-            if older_than is not None:
-                young = f"has not been held for {older_than:g} s, or "
+            if (age := how["older_than"]) is not None:
+                young = f"has not been held for {age:g} s, or "
+            what = named(lock.lock_key, lock.permit)
             self.fail(f"{what} {young}has changed hands: nothing was released")
+
+    def _release_all(
+        self, selection: Selection, yes: bool, how: dict[str, Any]
+    ) -> None:
+        """Release what is taken and matches, and was shown."""
+        age = how["older_than"]
+        locks = [
+            lock
+            for lock in ordered(self.source.find(selection))
+            if lock.state != FREE and (age is None or (taken_for(lock) or 0) > age)
+        ]
+        if not locks:
+            self.fail("nothing that is taken matches: there is nothing to release")
+        if not yes:
+            self._confirm_all(locks)
+        left = [lock for lock in locks if not self._released(lock, how)]
+        if left:
+            names = ", ".join(named(lock.lock_key, lock.permit) for lock in left)
+            which = f"{len(left)} of {len(locks)}"
+            self.fail(f"{which} changed hands and were left alone: {names}")
+
+    def _released(self, lock: AnyLock, how: dict[str, Any]) -> bool:
+        if not self.source.force_release(lock, **how):
+            return False
         number = "" if lock.permit is None else f", permit {lock.permit}"
         token = "" if lock.version is None else f"fencing token {lock.version}, "
-        self.out.write(f"Released {key!r}{number} ({token}{lock.holder}).")
+        self.out.write(f"Released {lock.lock_key!r}{number} ({token}{lock.holder}).")
+        return True
 
     def _compare(self, lock: AnyLock, fencing_token: int) -> None:
         """End the command if another grant than this one is meant."""
@@ -256,18 +333,37 @@ exit status:
         return taken[0]
 
     def _confirm(self, lock: AnyLock) -> None:
-        """Say what a forced release takes away, and ask; stdout is for data alone."""
-        shown = as_json(lock)
-        names = ("state", "holder", "note", "fencing_token", "acquired_at", "remaining")
-        facts = aligned({name: shown[name] for name in names})
+        """Say what a forced release takes away, and ask."""
+        facts = facts_of(lock)
+        for known in ("key", "permit", "owner"):
+            facts.pop(known, None)
         what = named(lock.lock_key, lock.permit)
-        lines = [f"{what[0].upper()}{what[1:]}:", *(f"  {line}" for line in facts)]
+        lines = [
+            f"{what[0].upper()}{what[1:]}:",
+            *(f"  {line}" for line in aligned(facts)),
+        ]
         if lock.state == HELD:
-            lines.append(
-                "Until the holder finds out, at its next renewal or guard, two may be "
-                "at work. Only a command under run_locked is ended then."
-            )
-        lines.append("Release it? [y/N] ")
+            lines.append(WARNING)
+        self._ask([*lines, "Release it? [y/N] "], {"y", "yes"})
+
+    def _confirm_all(self, locks: Sequence[AnyLock]) -> None:
+        """Show what would be released, and ask for how many that are."""
+        width = sys.maxsize
+        if self.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+        lines = [line for line, _state in table(self._facts(locks), width)]
+        if any(lock.state == HELD for lock in locks):
+            lines.append(WARNING)
+        count = str(len(locks))
+        lines.append(
+            ngettext("%(count)d lock", "%(count)d locks", len(locks))
+            % {"count": len(locks)}
+            + f"; type {count} to force the release: "
+        )
+        self._ask(lines, {count})
+
+    def _ask(self, lines: Sequence[str], agreed: Collection[str]) -> None:
+        """Ask on stderr, as stdout is for data alone, and end unless it is agreed."""
         self.stderr.write("\n".join(lines), style_func=str, ending="")
         self.stderr.flush()
         try:
@@ -275,7 +371,7 @@ exit status:
         except (EOFError, KeyboardInterrupt):
             answer = ""
             self.stderr.write("")
-        if answer.strip().lower() not in {"y", "yes"}:
+        if answer.strip().lower() not in agreed:
             self.fail("not confirmed, nothing was released; --yes doesn't ask")
 
     def prune(self, *, older_than: float, dry_run: bool, **options: Any) -> None:
@@ -304,91 +400,6 @@ exit status:
             ending = "\r" if self.stderr.isatty() else "\n"
             self.stderr.write(text % {"count": deleted}, style_func=str, ending=ending)
             self.stderr.flush()
-
-
-def _add_list_arguments(verb: CommandParser) -> None:
-    verb.add_argument(
-        "--state", choices=State.values, help="Only locks in this state. Default: all."
-    )
-    form = verb.add_mutually_exclusive_group()
-    form.add_argument("--json", **JSON)
-    form.add_argument(
-        "--watch",
-        **DURATION,
-        nargs="?",
-        const=WATCH_EVERY,
-        help="Redraw the table at this interval until interrupted. Default: draw it "
-        "once; --watch alone: 2.",
-    )
-
-
-def _add_show_arguments(verb: CommandParser) -> None:
-    verb.add_argument("key", metavar="KEY")
-    verb.add_argument(
-        "--permit", **PERMIT, help="Only this permit of the key. Default: all."
-    )
-    verb.add_argument("--json", **JSON)
-
-
-def _add_release_arguments(verb: CommandParser) -> None:
-    add = verb.add_argument
-    add("key", metavar="KEY")
-    add(
-        "--permit",
-        **PERMIT,
-        help="This permit of the key. Default: the only one that is taken.",
-    )
-    add(
-        "--fencing-token",
-        type=int,
-        metavar="N",
-        help="Only the grant with this fencing token. Default: the one shown.",
-    )
-    add("--older-than", **DURATION, help="Only if held for longer. Default: always.")
-    add(
-        "--reason",
-        default="",
-        metavar="TEXT",
-        help="Why, for the log and the signal. Default: none.",
-    )
-    add("--yes", **FLAG, help="Don't ask. Default: ask.")
-
-
-def _add_prune_arguments(verb: CommandParser) -> None:
-    add = verb.add_argument
-    add(
-        "--older-than",
-        **DURATION,
-        required=True,
-        help="Only keys that have been free or expired for longer. Required.",
-    )
-    add("--dry-run", **FLAG, help="Count and delete none. Default: delete.")
-
-
-def _add_common_arguments(verb: CommandParser) -> None:
-    table = verb.add_mutually_exclusive_group()
-    table.add_argument(
-        "--database",
-        choices=list(connections),
-        metavar="ALIAS",
-        help="Database with the lock table. Default: the backend's.",
-    )
-    table.add_argument("--backend", **BACKEND)
-    # Django's own options may follow the verb too; there, they have no defaults.
-    unset = argparse.SUPPRESS
-    verb.add_argument(
-        "-v",
-        "--verbosity",
-        type=int,
-        choices=[0, 1, 2, 3],
-        default=unset,
-        help="0: nothing but JSON, errors and the question before a release; 1: the "
-        "default; 2 and 3: more.",
-    )
-    for name in ("--settings", "--pythonpath"):
-        verb.add_argument(name, default=unset, help=unset)
-    for name in ("--traceback", "--no-color", "--force-color"):
-        verb.add_argument(name, action="store_true", default=unset, help=unset)
 
 
 def _user() -> str:

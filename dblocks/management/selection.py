@@ -1,0 +1,81 @@
+"""Which locks a command is about, and the order that it shows them in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from ..permits import in_order
+from .rendering import EXPIRED, FREE, HELD, AnyLock, held_for
+
+_WILDCARDS = {"*": ".*", "?": "."}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is asked for; a lock must be all of it.
+
+    Attributes:
+        key: Exactly this key, or a permit of it.
+        state: In this state.
+        pattern: The key matches this, as file names match in a shell.
+        holder: Somebody holds it whose description has this in it, as whole words,
+            whatever the case; ``*`` and ``?`` stand for any characters and for one.
+    """
+
+    key: str | None = None
+    state: str | None = None
+    pattern: str | None = None
+    holder: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the keys begin with, as far as the pattern tells."""
+        return re.split(r"[*?[]", self.pattern or "", maxsplit=1)[0]
+
+    @cached_property
+    def _words(self) -> re.Pattern[str]:
+        characters = (_WILDCARDS.get(c, re.escape(c)) for c in self.holder or "")
+        text = "".join(characters)
+        # "web-1" is neither "web-10" nor "db-web-1"; it may be "web-1.example.com".
+        return re.compile(rf"(?<![\w.-]){text}(?![\w-])", re.IGNORECASE | re.DOTALL)
+
+    def __contains__(self, lock: AnyLock) -> bool:
+        if self.key not in (None, lock.lock_key):
+            return False
+        if self.state not in (None, lock.state):
+            return False
+        if self.pattern is not None and not fnmatchcase(lock.lock_key, self.pattern):
+            return False
+        if self.holder is None:
+            return True
+        is_held = lock.state in {HELD, EXPIRED}
+        return is_held and self._words.search(lock.holder) is not None
+
+
+def _by_age(lock: AnyLock) -> tuple[bool, float]:
+    age = held_for(lock)
+    return age is None, -(age or 0.0)
+
+
+def _by_remaining(lock: AnyLock) -> tuple[bool, float]:
+    return lock.state == FREE, float(lock.remaining)
+
+
+ORDERS: dict[str, Callable[[AnyLock], Any]] = {
+    "age": _by_age,
+    "remaining": _by_remaining,
+    "key": lambda lock: (),
+}
+"""Longest held first; the first to be over first; by key, as equal ones of the others
+are. What is free, and has neither, comes last."""
+
+
+def ordered(locks: Iterable[AnyLock], by: str = "key") -> list[AnyLock]:
+    """Return locks in an order, a key's permits by their numbers."""
+    first = ORDERS[by]
+    return sorted(locks, key=lambda lock: (first(lock), in_order(lock.key)))
