@@ -76,12 +76,13 @@ def make_rows() -> str:
     LockFactory(
         key="cron:newsletter",
         cooling=True,
+        holder="worker-2 pid 512 MainThread",
         acquired_at=now(-40),
         expires_at=now(80),
         version=365,
     )
     LockFactory(key="stock:tokyo:7", held=True, holder="web-2 pid 88 Task-4")
-    LockFactory(key="order:20840")
+    LockFactory(key="order:20840", holder="web-1 pid 977 Thread-9")
     LockFactory(key="order:20839")
     assert DistributedLock.objects.count() == 7
     return User.objects.create_superuser("operator", password="operator").username

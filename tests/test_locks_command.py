@@ -464,7 +464,7 @@ def test_keys_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     head, first, second, third, _count = screen_of(monkeypatch, 80)
     assert second.startswith(f"{long}  held  ")
     assert len(first) == len(third) <= 80
-    assert first.index("held") == third.index("held") == head.index("STATE")
+    assert first.index("held") == third.index("held") == head.index("STATE") == 5
 
 
 def screen_of(monkeypatch: pytest.MonkeyPatch, width: int, *options: str) -> list[str]:

@@ -118,8 +118,8 @@ def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | 
 
     Only where there are permits do they have a column. Where it is too wide, columns
     without a value are left out; then holder and note are cut, and the note goes. A key
-    is never cut: one that is longer than its column, of at most half of the width,
-    pushes the rest of its line aside.
+    is never cut: one that takes more than half of the width pushes the rest of its line
+    aside.
     """
     columns = {
         name: [name, *column]
@@ -132,7 +132,8 @@ def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | 
         for name, column in columns.items():
             if set(column[1:]) == {_EMPTY}:
                 del widths[name]
-        widths["KEY"] = min(widths["KEY"], max(_LEAST, width // 2))
+        sizes = map(cells_in, columns["KEY"])
+        widths["KEY"] = max(size for size in sizes if size <= max(_LEAST, width // 2))
     while _total(widths) > width:
         if wide := [name for name in _CUT if widths.get(name, 0) > _LEAST]:
             widths[max(wide, key=lambda name: widths[name])] -= 1
