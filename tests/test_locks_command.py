@@ -1088,6 +1088,7 @@ def test_list_of_an_engine(engine: Run) -> None:
         assert rows[-1].endswith("at work")
         assert keys_of(engine("list", "--key", "*ee*", "--sort", "age")[1]) == ["free"]
         assert keys_of(engine("list", "--holder", "held elsewhere")[1]) == ["held"]
+        assert keys_of(engine("list", "--holder", "pid *")[1]) == ["expired", "held"]
         for state in states:
             found = json.loads(engine("list", "--state", state, "--json")[1])
             assert [lock["key"] for lock in found] == [state]
