@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from django.db import models
+from django.db import connections, models, transaction
 
+from .backends.database import table
 from .backends.database.expressions import UtcNow
 from .backends.database.fields import ExactCharField, UTCDateTimeField
 
@@ -37,6 +38,17 @@ class Intervention(models.Model):
 
     def __str__(self) -> str:
         return f"{self.key}, {self.version}"
+
+
+def end_grant(
+    using: str, key: str, *, holder: str, version: int, by: object, reason: str
+) -> bool:
+    """End a grant over its holder's head and record it; tell whether it was current."""
+    with transaction.atomic(using=using):
+        ended = table.force_release(connections[using], key, version)
+        if ended:
+            record(using, key, holder=holder, version=version, by=by, reason=reason)
+    return ended
 
 
 def record(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, models, transaction
+from django.db import connections, models
 from django.db.models import Case, F, Q, Value, When
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
@@ -215,21 +215,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
             ended = row.owner, row.holder, row.version
-            with transaction.atomic(using=self.db):
-                done = table.force_release(connections[self.db], row_key, row.version)
-                if done:
-                    interventions.record(
-                        self.db,
-                        row_key,
-                        holder=row.holder,
-                        version=row.version,
-                        by=by,
-                        reason=reason,
-                    )
-            if done:
-                announce_force_release(
-                    self.model, row_key, ended, using=self.db, by=by, reason=reason
-                )
+            how: dict[str, Any] = {"by": by, "reason": reason}
+            if interventions.end_grant(
+                self.db, row_key, holder=row.holder, version=row.version, **how
+            ):
+                announce_force_release(self.model, row_key, ended, using=self.db, **how)
                 return True
             missed = row.version
         return False
