@@ -622,6 +622,91 @@ def test_fifth_worker_is_skipped(recipe: Callable[[str], Recipe]) -> None:
     )
 
 
+# One leader among many processes
+
+
+@pytest.mark.needs("has_fencing_tokens")
+def test_leader_hands_over(
+    recipe: Callable[[str], Recipe],
+    engine: str,
+    key: str,
+    threads: Callable[[], OtherThread],
+) -> None:
+    """A request makes the leader let the other one lead; they never write in turns."""
+    if in_memory():
+        pytest.skip("a database in memory locks whole tables, against readers too")
+    account = AccountFactory()
+    rows = type(account).objects.filter(pk=account.pk)
+    written: list[tuple[int, str]] = []
+
+    def work_of(name: str) -> Recipe:
+        def work(lease: Lease) -> None:
+            assert lease.fencing_token is not None
+            rows.fenced_update(lease, name=name, balance=len(written) + 1)
+            written.append((lease.fencing_token, name))
+            time.sleep(STEP)
+
+        return work
+
+    election = distributed_lock(key, **fitting(engine, {"lease": scaled(0.9)}))
+    stand = recipe("Candidate")
+    candidates = [stand(election, work_of(name), rest=SLACK) for name in ("Ann", "Bob")]
+    runs = [threads().start(candidate.run) for candidate in candidates]
+    try:
+        eventually(lambda: written, what="a leader")
+        first = written[0][1]
+        assert backends[engine].request_release(key, reason="a deployment")
+        eventually(lambda: written[-1][1] != first, what="a successor")
+    finally:
+        for candidate in candidates:
+            candidate.stop()
+        for run in runs:
+            run.result(timeout=DEADLINE)
+    terms = [term for term, _ in written]
+    assert terms == sorted(terms)
+    assert len(set(written)) == len(set(terms)) == 2
+    account.refresh_from_db()
+    assert (account.fencing_token, account.name) == written[-1]
+    assert account.balance == len(written)
+    assert not election.locked()
+
+
+@pytest.mark.needs("has_fencing_tokens", "has_movable_clock")
+def test_leader_that_stood_still(
+    recipe: Callable[[str], Recipe],
+    engine: str,
+    other: OtherThread,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it wanted to write before it was replaced is refused, and it steps down."""
+    account = AccountFactory(name="visitors")
+    rows = type(account).objects.filter(pk=account.pk)
+    election = distributed_lock("visitors", lease=30)
+    count_visitor, steps = recipe("count_visitor"), []
+
+    def succeed() -> None:
+        with election as lease:
+            rows.fenced_update(lease, balance=100)
+
+    def work(lease: Lease) -> None:
+        steps.append(lease)
+        count_visitor(lease)
+        if len(steps) == 2:
+            candidate.stopping = True
+            move_clock(31)
+            other.do(succeed)
+            count_visitor(lease)
+
+    candidate = recipe("Candidate")(election, work)
+    candidate.run()
+    assert len(steps) == 2
+    assert "no longer the leader" in caplog.text
+    account.refresh_from_db()
+    assert account.balance == 100
+    assert account.fencing_token > steps[0].fencing_token
+    assert not election.locked()
+
+
 # A scheduled job on a cluster
 
 
