@@ -30,7 +30,7 @@ from django.urls import reverse
 
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from testproject.shop.board import EXPORT_LOCK, EXPORTS
+from testproject.shop.board import EXPORT_LOCK, EXPORTS, LEADER_LOCK
 from testproject.shop.models import Order, OrderItem, Product
 from testproject.shop.operators import PERMISSIONS, make_operators
 from testproject.shop.sale import empty_shop
@@ -39,7 +39,7 @@ from tests.browser import Browser, Window, launch
 from tests.factories import LockFactory, now
 from tests.fixtures import in_memory
 from tests.processes import ROOT
-from tests.timing import DEADLINE, eventually, takes
+from tests.timing import DEADLINE, eventually, scaled, takes
 
 THREADS = 4
 THINKING = 0.15
@@ -470,6 +470,24 @@ def test_exports_in_a_browser(windows: list[Window]) -> None:
         window.wait_for_selector("main[data-page=too-many-exports]")
 
 
+def test_leader_in_a_browser(windows: list[Window]) -> None:
+    """The button asks the leader, and the page says so until another one leads."""
+    window = windows[0]
+    window.open(reverse("shop:leader"))
+    assert "nobody" in window.inner_text("main")
+    with hold_elsewhere(LEADER_LOCK, lease=scaled(1.5), note="till 1") as lease:
+        window.open(reverse("shop:leader"))
+        assert "till 1" in window.inner_text("main")
+        window.follow("text=Ask the leader")
+        assert "asked to hand over" in window.inner_text("main")
+        assert not window.is_visible("#hand-over")
+        eventually(lambda: lease.release_requested, what="the request")
+    with hold_elsewhere(LEADER_LOCK, note="till 2"):
+        # The page is loaded again by itself.
+        window.wait_for_selector("text=till 2")
+        window.wait_for_selector("#hand-over")
+
+
 # Page by page
 
 
@@ -543,6 +561,8 @@ def test_buyer_without_a_name(client: Client, lamp: Product, name: str) -> None:
         pytest.param("get", "/order/1/pay/", 405, id="pay by GET"),
         pytest.param("get", "/cart/reserve/", 405, id="reserve by GET"),
         pytest.param("get", "/exports/orders.csv", 405, id="export by GET"),
+        pytest.param("get", "/leader/hand-over/", 405, id="ask by GET"),
+        pytest.param("post", "/leader/hand-over/", 400, id="ask nobody"),
     ],
 )
 def test_refused(client: Client, method: str, path: str, status: int) -> None:
@@ -690,7 +710,7 @@ def test_pages_are_made_of_files(client: Client, lamp: Product) -> None:
     client.post(url_of(lamp, "buy/"), {"customer": "<script>"})
     order = Order.objects.get()
     paths = ["/", url_of(lamp), reverse("shop:order", args=[order.pk]), "/locks/"]
-    paths += ["/cart/", "/exports/"]
+    paths += ["/cart/", "/exports/", "/leader/"]
     answers = [client.get(path) for path in paths]
     answers += [client.post(url_of(lamp, "buy/"), {"customer": "<script>"})]
     for answer in answers:

@@ -16,6 +16,9 @@ EXPORTS = 2
 EXPORT_LOCK = "shop:export"
 """The key of which there are so many permits."""
 
+LEADER_LOCK = "shop:leader"
+"""The key of whoever leads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -42,6 +45,25 @@ class Line:
     lock: Seen
     title: str
     product: Product | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who leads, by the name that it has given itself."""
+
+    name: str
+    term: int
+    since: datetime
+    #: Since when it is asked to hand over, if it is.
+    asked: datetime | None
+
+
+def leader() -> Leader | None:
+    """Look who leads, if anybody does."""
+    row = DistributedLock.objects.held().filter(key=LEADER_LOCK).first()
+    if row is None:
+        return None
+    return Leader(row.note, row.version, row.acquired_at, row.release_requested_at)
 
 
 def seen(key: str) -> Seen:

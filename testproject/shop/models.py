@@ -6,6 +6,8 @@ from django.db import models
 from django.db.models import Sum
 from django.db.models.functions import Coalesce
 
+from dblocks import FencedModel
+
 
 class Product(models.Model):
     """Something of which there are only so many pieces.
@@ -52,3 +54,14 @@ class OrderItem(models.Model):
 
     def __str__(self) -> str:
         return f"{self.quantity} × {self.product}"
+
+
+class Recommendation(FencedModel):
+    """What the leader recommends: one row, whose ``fencing_token`` is its term."""
+
+    product = models.CharField(max_length=100, blank=True)
+    chosen_by = models.CharField(max_length=255)
+    chosen_at = models.DateTimeField(null=True)
+
+    def __str__(self) -> str:
+        return self.product

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .crew import Crew, Event
-from .models import Order, OrderItem, Product
+from .models import Order, OrderItem, Product, Recommendation
 from .selling import Variant
 
 
@@ -53,8 +53,8 @@ class Result:
 
 
 def empty_shop() -> None:
-    """Remove all products and all orders."""
-    for model in (OrderItem, Order, Product):
+    """Remove all products, all orders and the recommendation."""
+    for model in (OrderItem, Order, Product, Recommendation):
         model._default_manager.all().delete()
 
 

@@ -33,5 +33,7 @@ urlpatterns = [
     path("order/<number:pk>/pay/", views.pay, name="pay"),
     path("exports/", views.exports, name="exports"),
     path("exports/orders.csv", views.export, name="export"),
+    path("leader/", views.leader, name="leader"),
+    path("leader/hand-over/", views.hand_over, name="hand-over"),
     path("locks/", views.locks, name="locks"),
 ]

@@ -16,13 +16,15 @@ from django.db import transaction
 from django.db.models import F
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
+from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
 from dblocks import LockTimeout, current_lease, distributed_lock
+from dblocks.models import DistributedLock
 
-from . import carts, selling
+from . import board, carts, selling
 from .board import EXPORT_LOCK, EXPORTS, export_locks, payment_lock, product_locks, seen
-from .models import Order, OrderItem, Product
+from .models import Order, OrderItem, Product, Recommendation
 
 COMPARED = [selling.VARIANTS[name] for name in ("plain", "process-lock", "optimistic")]
 """Ways to sell that can be tried beside the shop's own; two of them oversell."""
@@ -42,6 +44,10 @@ class CartForm(CheckoutForm):
         widget=forms.CheckboxSelectMultiple,
         error_messages={"required": "Put something into the cart."},
     )
+
+
+class HandOverForm(forms.Form):
+    term = forms.IntegerField(min_value=1, max_value=2**63 - 1)
 
 
 # What is for sale
@@ -268,6 +274,46 @@ def export(request: HttpRequest) -> HttpResponse:
         for item in items
     )
     return response
+
+
+# Leading
+
+
+@require_safe
+def leader(request: HttpRequest) -> HttpResponse:
+    """Show who leads, and what it has written last; with ``?watch`` again and again."""
+    return _leader(request)
+
+
+def _leader(
+    request: HttpRequest, refused: bool = False, status: int = 200
+) -> HttpResponse:
+    watching = "watch" in request.GET
+    context = {
+        "leader": board.leader(),
+        "recommendation": Recommendation.objects.filter(
+            chosen_at__isnull=False
+        ).first(),
+        "refused": refused,
+        "watching": watching,
+    }
+    response = render(request, "shop/leader.html", context, status=status)
+    if watching:
+        response["Refresh"] = "1"
+    return response
+
+
+@require_POST
+def hand_over(request: HttpRequest) -> HttpResponse:
+    """Ask the leader that the page showed, and no later one, to let others lead."""
+    form = HandOverForm(request.POST)
+    if not form.is_valid():
+        return _leader(request, status=400)
+    term = form.cleaned_data["term"]
+    locks = DistributedLock.objects
+    if not locks.request_release(board.LEADER_LOCK, version=term, by="the shop's site"):
+        return _leader(request, refused=True, status=409)
+    return redirect(f"{reverse('shop:leader')}?watch")
 
 
 # Looking at locks

@@ -336,6 +336,7 @@ class Command(BaseCommand):
         self.heading("The shop is open")
         self.say(f"  {site}/        the shop: press a button in two windows")
         self.say(f"  {site}/locks/  its locks")
+        self.say(f"  {site}/leader/ who leads: start two of manage.py lead")
         self.say(f"  {site}/admin/  where an operator may free them, a viewer not:")
         for account in accounts:
             self.say(f"    {account.username}, password {account.password}")
