@@ -35,7 +35,7 @@ from testproject.shop.models import Order, OrderItem, Product
 from testproject.shop.operators import PERMISSIONS, make_operators
 from testproject.shop.sale import empty_shop
 from testproject.shop.selling import stock_lock
-from tests.browser import Browser, Window, launch
+from tests.browser import NARROW, Browser, Window, launch
 from tests.factories import LockFactory, now
 from tests.fixtures import in_memory
 from tests.processes import ROOT
@@ -478,6 +478,9 @@ def test_leader_in_a_browser(windows: list[Window]) -> None:
     with hold_elsewhere(LEADER_LOCK, lease=scaled(1.5), note="till 1") as lease:
         window.open(reverse("shop:leader"))
         assert "till 1" in window.inner_text("main")
+        window.set_viewport_size(NARROW)
+        width = window.evaluate("document.documentElement.scrollWidth")
+        assert width == NARROW["width"]
         window.follow("text=Ask the leader")
         assert "asked to hand over" in window.inner_text("main")
         assert not window.is_visible("#hand-over")
