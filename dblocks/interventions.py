@@ -1,30 +1,42 @@
-"""What operators and programs did to grants over their holders' heads."""
+"""What operators and programs did about other people's grants, on record."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from django.db import connections, models, transaction
 
 from .backends.database import table
 from .backends.database.expressions import UtcNow
 from .backends.database.fields import ExactCharField, UTCDateTimeField
+from .backends.values import Grant
 
 
 class Intervention(models.Model):
-    """A forced release: of which grant, by whom, when and why.
+    """A forced release, or a request to the holder: of which grant, by whom and why.
 
-    Written in the transaction that ends the grant, so there is one for each release,
-    and none for a release that didn't happen. The admin's own ``LogEntry`` couldn't do
-    that: it needs a user, which commands and programs may not have and which not every
-    project's model lets a library make up, and it may be kept in another database.
+    Written in the transaction that ends the grant or notes the request, so there is
+    one for each, and none for what didn't happen. The admin's own ``LogEntry`` couldn't
+    do that: it needs a user, which commands and programs may not have and which not
+    every project's model lets a library make up, and it may be kept in another
+    database.
 
     Attributes:
+        kind: What was done, see :class:`Kind`.
         key: The row's key; see :attr:`DistributedLock.key`.
         holder, version: Who had the grant, and its fencing token.
-        by: Who ended it, for people: a user's name, or what a program says.
+        by: Who did it, for people: a user's name, or what a program says.
         reason: Why, as free text.
         at: When, by the database's clock.
     """
 
+    class Kind(models.TextChoices):
+        """What was done: the grant was ended, or its holder asked to finish."""
+
+        FORCE_RELEASE = "force_release"
+        REQUEST = "request"
+
+    kind = models.CharField(max_length=20, choices=Kind.choices)
     key = ExactCharField(max_length=255)
     holder = ExactCharField(max_length=255, blank=True)
     version = models.BigIntegerField()
@@ -40,23 +52,36 @@ class Intervention(models.Model):
         return f"{self.key}, {self.version}"
 
 
-def end_grant(
-    using: str, key: str, *, holder: str, version: int, by: object, reason: str
-) -> bool:
-    """End a grant over its holder's head and record it; tell whether it was current."""
+def end_grant(using: str, grant: Grant, **how: Any) -> bool:
+    """End a grant over its holder's head and record it; tell whether it was current.
+
+    Args:
+        how: Also who had it, and the rest of an :class:`Intervention`.
+    """
     with transaction.atomic(using=using):
-        ended = table.force_release(connections[using], key, version)
+        ended = table.force_release(connections[using], grant)
         if ended:
-            record(using, key, holder=holder, version=version, by=by, reason=reason)
+            record(Intervention.Kind.FORCE_RELEASE, using, grant, **how)
     return ended
 
 
+def ask_holder(using: str, grant: Grant, **how: Any) -> bool:
+    """Ask the holder of a grant to finish and record it; tell whether it is held."""
+    with transaction.atomic(using=using):
+        asked = table.request_release(connections[using], grant)
+        if asked:
+            record(Intervention.Kind.REQUEST, using, grant, **how)
+    return asked
+
+
 def record(
-    using: str, key: str, *, holder: str, version: int, by: object, reason: str
+    kind: str, using: str, grant: Grant, *, holder: str, by: object, reason: str
 ) -> None:
     """Record what is being done in the current transaction of a database."""
+    version: Any = grant.version  # a row's is never None
     Intervention(
-        key=key,
+        kind=kind,
+        key=grant.key,
         holder=holder,
         version=version,
         by="" if by is None else str(by)[:255],

@@ -214,11 +214,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
-            ended = row.owner, row.holder, row.version
             how: dict[str, Any] = {"by": by, "reason": reason}
-            if interventions.end_grant(
-                self.db, row_key, holder=row.holder, version=row.version, **how
-            ):
+            grant = Grant(row_key, row.owner, row.version)
+            if interventions.end_grant(self.db, grant, holder=row.holder, **how):
+                ended = row.owner, row.holder, row.version
                 announce_force_release(self.model, row_key, ended, using=self.db, **how)
                 return True
             missed = row.version
@@ -240,8 +239,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
 
         Args:
             version: Only this grant; a lock that changed hands is left alone.
-            by: Who asks, for the log: a user, a name.
-            reason: Why, for the log.
+            by: Who asks, for the log and the history: a user, a name.
+            reason: Why, for the same.
             permit: Which permit of the key; ``None`` for a lock without permits.
 
         Returns:
@@ -255,11 +254,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         row = rows.first()
         if row is None:
             return False
+        how: dict[str, Any] = {"by": by, "reason": reason}
         grant = Grant(row_key, row.owner, row.version)
-        if not table.request_release(connections[self.db], grant):
+        if not interventions.ask_holder(self.db, grant, holder=row.holder, **how):
             return False
-        asked = row.owner, row.holder, row.version
-        log_request(row_key, asked, by=by, reason=reason)
+        log_request(row_key, (row.owner, row.holder, row.version), **how)
         return True
 
     def stale(self, older_than: float | timedelta) -> LockQuerySet:

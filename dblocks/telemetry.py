@@ -97,6 +97,10 @@ def uninstrument() -> None:
     setting_changed.disconnect(dispatch_uid=UID)
 
 
+def _tell_failure() -> None:
+    logger.exception("telemetry failed")
+
+
 class _Attributes:
     """The attributes of one lock's measurements, made once."""
 
@@ -251,7 +255,7 @@ class Telemetry:
                 try:
                     report(*facts)
                 except Exception:
-                    logger.exception("telemetry failed")
+                    _tell_failure()
         finally:
             mine.reports = False
 
@@ -319,7 +323,7 @@ class Telemetry:
         try:
             return self._of(lock.template, lock.key, lock.backend)
         except Exception:
-            logger.exception("telemetry failed")
+            _tell_failure()
             return None
 
     def _of(self, template: str | None, key: str, backend: BaseBackend) -> _Attributes:

@@ -26,7 +26,8 @@ from django.utils import timezone
 from dblocks import distributed_lock
 from dblocks.admin import DistributedLockAdmin, changelist, force_release, formats
 from dblocks.admin import page as page_module
-from dblocks.interventions import record
+from dblocks.backends.values import Grant
+from dblocks.interventions import Intervention, record
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
 from tests.factories import LockFactory, now, stored
@@ -621,6 +622,35 @@ def test_release(operator: Client, state: str) -> None:
     assert DistributedLock.objects.free().filter(pk="k", version=8).exists()
 
 
+def test_asking(operator: Client) -> None:
+    """Asking comes first on the page, takes nothing away, and is in the history."""
+    LockFactory(key="k", version=7, held=True)
+    LockFactory(key="cold", version=3, cooling=True)
+    page = act(operator, "k")
+    buttons = [
+        attributes["name"]
+        for _tag, attributes in Elements(page).found
+        if attributes.get("type") == "submit" and attributes.get("name")
+    ]
+    assert buttons == ["ask", "force"]
+    assert "Nothing is taken away." in page.rendered_content
+    assert 'name="ask"' not in act(operator, "cold").rendered_content
+    data = {"lock": [field("k", 7), field("cold", 3)], "ask": "x", "reason": "deploy"}
+    response = operator.post(RELEASE, data, follow=True)
+    assert told(response) == [
+        "Asked for 1 lock: <bdi>k</bdi>.",
+        "Left 1 lock alone, which was released or changed hands since the page was "
+        "shown: <bdi>cold</bdi>.",
+    ]
+    row = DistributedLock.objects.held().get(pk="k")
+    assert (row.version, row.release_requested_at is None) == (7, False)
+    [(by, what)] = told_by_history(operator, "k")
+    assert (by, what.endswith("Reason: deploy")) == ("operator", True)
+    assert what.startswith("Asked for (held by host:1:")
+    lock_page = operator.get(page_of("k")).rendered_content
+    assert "Release requested" in lock_page
+
+
 def test_release_of_a_permit(operator: Client) -> None:
     """That permit is free; page, history and signal name key and permit apart."""
     heard: list[tuple[Any, Any]] = []
@@ -784,7 +814,9 @@ def test_history_of_every_release(operator: Client) -> None:
 def test_history_has_pages(operator: Client) -> None:
     """A long history is paged through."""
     for version in range(130):
-        record("default", "k", holder="", version=version, by="me", reason="")
+        grant = Grant("k", "", version)
+        kind = Intervention.Kind.FORCE_RELEASE
+        record(kind, "default", grant, holder="", by="me", reason="")
     LockFactory(key="k")
     assert len(told_by_history(operator, "k")) == 100
     response = operator.get(page_of("k", "history"), {"p": 2})

@@ -515,20 +515,27 @@ def test_waiting_costs_next_to_nothing(here: Any, key: str) -> None:
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize("end", ["released", "expired"])
 def test_waiters_that_die(
-    key: str, line: Callable[[int], list[Worker]], dead: int, how: str, end: str
+    key: str,
+    workers: Workers,
+    line: Callable[[int], list[Worker]],
+    dead: int,
+    how: str,
+    end: str,
 ) -> None:
     """Each of them costs a quarter of a second, and nobody is forgotten."""
-    length = scaled(3)
-    options = {"lease": 60} if end == "released" else {"lease": length, "renew": False}
-    lease = distributed_lock(key, backend="redis", **options).acquire(timeout=0)
+    holder = workers.start("hold", key=key, backend="redis", lease=scaled(3))
+    holder.expect("held")
     waiters = line(dead + 2)
     for waiter in waiters[:dead]:
         {"killed": waiter.kill, "stopped": waiter.stop}[how]()
     if end == "released":
         free = time.monotonic()
-        lease.release()
+        holder.tell("release")
     else:
-        free = lease._hold.started + length
+        holder.kill()
+        seen = backends["redis"].read(key)
+        assert seen is not None
+        free = time.monotonic() + seen.remaining
     held = waiters[dead].expect("held")
     assert held["at"] - free < dead * GRACE + 0.3 + SLACK
     waiters[dead].tell("release")

@@ -306,7 +306,9 @@ def test_waiters_are_served_in_order(workers: Workers, key: str) -> None:
     held = holder.expect("held")
     waiters = []
     for _ in range(3):
-        waiters.append(workers.start("hold", key=key, timeout=DEADLINE))
+        waiter = workers.start("hold", key=key, timeout=DEADLINE, announced=True)
+        waiter.expect("asks")
+        waiters.append(waiter)
         time.sleep(0.5)
     holder.tell("release")
     holder.until_done()

@@ -49,7 +49,7 @@ def test_held_elsewhere(backend: str, lock: Locks, key: str) -> None:
         assert caught.value.note == "nightly"
         assert 10 < caught.value.retry_after <= 20.1
         with pytest.raises(LookupError):
-            current_lease()
+            current_lease(key)
     with lock(timeout=0) as ours:
         assert outranks(ours, theirs)
 

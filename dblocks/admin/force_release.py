@@ -1,4 +1,4 @@
-"""Force release: its permission, its confirmation page, its record in the history."""
+"""Asking for locks and force release: permission, confirmation page, record."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from django.utils.translation import gettext_lazy, ngettext_lazy
 from .. import validation
 from ..backends.database.expressions import SecondsUntil
 from ..conf import DEFAULT_ALIAS, backends
+from ..interventions import Intervention
 from ..models import DistributedLock, LockQuerySet, State
 from ..permits import apart, in_order
 from .formats import escaped, names_of
@@ -41,7 +42,7 @@ PATIENCE = 1.0
 
 
 class ReleaseForm(forms.Form):
-    """Asks why the locks are taken from their holders."""
+    """Asks why the locks are asked for, or taken from their holders."""
 
     reason = forms.CharField(
         label=gettext_lazy("Reason (required)"),
@@ -65,6 +66,9 @@ _OUTCOMES = {
     "released": ngettext_lazy(
         "Released {count} lock: {keys}.", "Released {count} locks: {keys}.", "count"
     ),
+    "asked": ngettext_lazy(
+        "Asked for {count} lock: {keys}.", "Asked for {count} locks: {keys}.", "count"
+    ),
     "changed": ngettext_lazy(
         "Left {count} lock alone, which was released or changed hands since the page "
         "was shown: {keys}.",
@@ -83,9 +87,12 @@ _OUTCOMES = {
 """What can become of a lock on the page, and how a message says it."""
 
 
-def told(holder: str, token: int, reason: str) -> str:
-    """Say what a forced release did, for the history."""
-    text = _("Force released (was held by %(holder)s, fencing token %(token)s).")
+def told(kind: str, holder: str, token: int, reason: str) -> str:
+    """Say what was done, for the history."""
+    if kind == Intervention.Kind.REQUEST:
+        text = _("Asked for (held by %(holder)s, fencing token %(token)s).")
+    else:
+        text = _("Force released (was held by %(holder)s, fencing token %(token)s).")
     text %= {"holder": holder, "token": token}
     if not reason:
         return text
@@ -115,7 +122,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """Allows nothing but looking and force release, which has its own permission.
 
     The list's action and the button on a lock's page both lead to the confirmation
-    page, whose POST releases the grants that it showed.
+    page, whose POST releases the grants that it showed, or asks their holders to.
     """
 
     actions = ("force_release",)
@@ -194,7 +201,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return super().render_change_form(request, context, *args, **kwargs)
 
     def force_release_view(self, request: HttpRequest) -> HttpResponse:
-        """Show what would be released, by GET; release what was shown, by POST."""
+        """Show what would be released, by GET; release or ask for it, by POST."""
         if not self.has_force_release_permission(request):
             raise PermissionDenied
         if request.method == "POST":
@@ -230,6 +237,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "crumbs_are_list": django.VERSION >= (6, 1),
             "rows": self._rows(shown),
             "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
+            "can_ask": any(State(lock.state) is State.HELD for lock in shown),
             "form": form,
             "form_url": self._url(request, "force_release"),
             "back_url": crumbs[-1][0],
@@ -263,7 +271,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     # The release
 
     def _confirmed(self, request: HttpRequest) -> HttpResponse:
-        """Release the grants that the page showed and that still stand."""
+        """Release or ask for the grants that the page showed and that still stand."""
         shown = parsed(request.POST.getlist("lock"))
         if not shown:
             self._nothing(request)
@@ -279,13 +287,15 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if locks and not form.is_valid():
             response = self._page(request, locks, form)
         else:
+            act = self._ask if "ask" in request.POST else self._release
             for lock in locks:
-                outcome = self._release(request, lock, form.cleaned_data["reason"])
+                outcome = act(request, lock, form.cleaned_data["reason"])
                 keys[outcome].append(lock.key)
             response = self._to_list(request)
         for outcome, text in _OUTCOMES.items():
             if names := keys[outcome]:
-                level = messages.SUCCESS if outcome == "released" else messages.WARNING
+                is_done = outcome in {"released", "asked"}
+                level = messages.SUCCESS if is_done else messages.WARNING
                 # format_html() would always take the plural.
                 sentence = text.format(count=len(names), keys=names_of(names))
                 self.message_user(request, SafeString(sentence), level)
@@ -303,5 +313,26 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             reason=reason,
         ):
             return "changed"
-        self.log_change(request, lock, told(lock.holder, lock.version, reason))
+        self._log(request, lock, Intervention.Kind.FORCE_RELEASE, reason)
         return "released"
+
+    def _ask(self, request: HttpRequest, lock: DistributedLock, reason: str) -> str:
+        """Ask the holder of this grant to finish and record it; return the outcome."""
+        if is_busy(self.locks, lock.key):
+            return "busy"
+        if not self.locks.request_release(
+            lock.lock_key,
+            permit=lock.permit,
+            version=lock.version,
+            by=request.user,
+            reason=reason,
+        ):
+            return "changed"
+        self._log(request, lock, Intervention.Kind.REQUEST, reason)
+        return "asked"
+
+    def _log(
+        self, request: HttpRequest, lock: DistributedLock, kind: str, reason: str
+    ) -> None:
+        text = told(kind, lock.holder, lock.version, reason)
+        self.log_change(request, lock, text)

@@ -66,7 +66,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     )
     fields = readonly_fields = (
         *confirmed_fields[:5],
-        *("since_exact", "left_exact", "waiting"),
+        *("since_exact", "left_exact", "asked_for", "waiting"),
         *("version_number", "hold_count", "owner"),
     )
 
@@ -209,6 +209,13 @@ class DistributedLockAdmin(ForceReleaseAdmin):
             return self.get_empty_value_display()
         return format_html("{}, {}", left, exact(lock.expires_at))
 
+    @admin.display(description=gettext_lazy("release requested"))
+    def asked_for(self, lock: DistributedLock) -> SafeString | str:
+        """Since when the holder has been asked to finish."""
+        if lock.release_requested_at is None:
+            return self.get_empty_value_display()
+        return exact(lock.release_requested_at)
+
     @admin.display(description=gettext_lazy("fencing token"))
     def version_number(self, lock: DistributedLock) -> str:
         return str(lock.version)
@@ -218,7 +225,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def history_view(
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
-        """Show all forced releases of this key, in the place of the log's entries.
+        """Show all releases and requests of this key, in place of the log's entries.
 
         The log has those of users of the admin alone.
         """
@@ -237,7 +244,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
 
 class HistoryEntry:
-    """A forced release, as the admin's template of an object's history asks for it."""
+    """What was done, as the admin's template of an object's history asks for it."""
 
     def __init__(self, record: Intervention) -> None:
         self._record = record
@@ -247,4 +254,4 @@ class HistoryEntry:
 
     def get_change_message(self) -> str:
         record = self._record
-        return told(record.holder, record.version, record.reason)
+        return told(record.kind, record.holder, record.version, record.reason)

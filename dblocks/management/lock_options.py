@@ -90,6 +90,11 @@ def add_release_arguments(verb: CommandParser) -> None:
     )
     add("--older-than", **DURATION, help="Only if held for longer. Default: always.")
     add(
+        "--ask",
+        **FLAG,
+        help="Ask the holder to finish, and take nothing away. Default: force it.",
+    )
+    add(
         "--reason",
         default="",
         metavar="TEXT",

@@ -46,6 +46,7 @@ def as_json(lock: AnyLock, waiting: int | None = None) -> dict[str, Any]:
         "age": None if age is None else round(age, 3),
         "remaining": round(max(0.0, remaining), 3),
         "waiting": waiting,
+        "release_requested_at": _moment(lock.release_requested_at),
     }
 
 
@@ -87,6 +88,8 @@ def facts_of(lock: AnyLock, waiting: int | None = None) -> dict[str, str]:
     if lock.state != FREE:
         preposition = "since" if lock.state == EXPIRED else "until"
         facts[end] = _span(abs(remaining), preposition, lock.expires_at)
+    if lock.release_requested_at is not None:
+        facts["asked to release"] = f"since {_clock(lock.release_requested_at)}"
     facts["waiting"] = waiting
     facts["fencing token"] = lock.version
     if is_held:
@@ -98,8 +101,11 @@ def facts_of(lock: AnyLock, waiting: int | None = None) -> dict[str, str]:
 def _span(seconds: float | None, preposition: str, moment: datetime | None) -> str:
     if moment is None:
         return _duration(seconds)
-    utc = moment.astimezone(timezone.utc)
-    return f"{_duration(seconds)}, {preposition} {utc:%Y-%m-%d %H:%M:%S} UTC"
+    return f"{_duration(seconds)}, {preposition} {_clock(moment)}"
+
+
+def _clock(moment: datetime) -> str:
+    return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def aligned(facts: Mapping[str, str]) -> list[str]:

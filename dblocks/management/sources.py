@@ -43,6 +43,10 @@ class Source(ABC):
         """Release the grant that was found; tell whether it was still current."""
 
     @abstractmethod
+    def request_release(self, lock: AnyLock, **how: Any) -> bool:
+        """Ask the holder of the grant that was found; tell whether it is held."""
+
+    @abstractmethod
     def count_stale(self, age: float) -> int:
         """Count the locks that :meth:`prune` would delete."""
 
@@ -84,6 +88,11 @@ class Table(Source):
             lock.lock_key, permit=lock.permit, version=lock.version, **how
         )
 
+    def request_release(self, lock: AnyLock, **how: Any) -> bool:
+        return self._locks.request_release(
+            lock.lock_key, permit=lock.permit, version=lock.version, **how
+        )
+
     def count_stale(self, age: float) -> int:
         return self._locks.stale(age).count()
 
@@ -117,6 +126,13 @@ class Engine(Source):
         if lock.version is None and not self._has_owner(lock):
             return False
         return self._backend.force_release(
+            lock.lock_key, permit=lock.permit, version=lock.version, **how
+        )
+
+    def request_release(self, lock: AnyLock, **how: Any) -> bool:
+        if lock.version is None and not self._has_owner(lock):
+            return False
+        return self._backend.request_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
         )
 

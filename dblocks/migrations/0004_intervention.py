@@ -22,6 +22,16 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 (
+                    "kind",
+                    models.CharField(
+                        choices=[
+                            ("force_release", "Force Release"),
+                            ("request", "Request"),
+                        ],
+                        max_length=20,
+                    ),
+                ),
+                (
                     "key",
                     dblocks.backends.database.fields.ExactCharField(max_length=255),
                 ),

@@ -11,7 +11,6 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import (
     DEFAULT_DB_ALIAS,
-    DatabaseError,
     OperationalError,
     connections,
     router,
@@ -121,13 +120,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         if not self._has_session_locks(connection):
             request.queued = True
         take = permit_rows.take if request.permits > 1 else table.take
-        try:
-            return take(connection, request)
-        except DatabaseError as error:
-            if not dialects.of(connection).means_taken(error):
-                raise
-            # A transaction has locked the gap in which the key's row would be made.
-            return Reading(version=0, remaining=1.0)
+        return take(connection, request)
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
@@ -189,9 +182,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
             in_test = transactions.in_test_case(connection)
-            outcome = table.renew(connection, renewals, overdue=in_test)
-            table.read_requests(connection, outcome)
-            return outcome
+            return table.renew(connection, renewals, overdue=in_test)
 
         return run(self.using, renew)
 
@@ -321,7 +312,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         owed = {grant: self._owed.pop(grant) for grant in due}
         renewals = [renewal for _, renewal, _ in owed.values()]
         outcome = table.renew(connection, renewals, overdue=True)
-        table.read_requests(connection, outcome)
         for _, _, answer in owed.values():
             answer(outcome)
 

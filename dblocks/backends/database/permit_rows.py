@@ -83,7 +83,10 @@ def _take(connection: Connection, request: Request) -> Granted | Reading:
             if not missing:
                 return first_free(seen, keys)
             # Many may begin at the same moment.
-            grant = table.create(connection, request, random.choice(missing))
+            try:
+                grant = table.create(connection, request, random.choice(missing))
+            except table.GapLocked:
+                break
         if grant is not None:
             return Granted(grant, request.max_hold)
         table.ensure_floor(connection)

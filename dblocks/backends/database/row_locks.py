@@ -193,16 +193,19 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     while True:
         # By reading, on another connection: a leased row must never stay locked, or
         # its holder could not renew it.
+        look = table.read_all if unseen else table.ensure_rows
         try:
-            found = _look(connection, wait, make=not unseen)
-        except WaitOver:
+            found = run(connection.alias, look, wait.keys)
+            if len(found) < len(wait.keys):
+                # Gone while it was queued for. InnoDB may have locked the gap that it
+                # left for this transaction, and nobody else could make it again.
+                if fresh:
+                    raise StaleSnapshot(f"The row of {wait.key!r} was deleted.")
+                found = table.ensure_rows(connection, wait.keys)
+        except table.GapLocked:
+            if wait.left and not wait.how.skip:
+                continue
             return wait.refuse(None)
-        if len(found) < len(wait.keys):
-            # Gone while it was queued for. InnoDB may have locked the gap that it left
-            # for this transaction, and nobody else could make it again.
-            if fresh:
-                raise StaleSnapshot(f"The row of the lock {wait.key!r} was deleted.")
-            found = table.ensure_rows(connection, wait.keys)
         seen = wait.taken(found)
         if seen.remaining > 0:
             if unseen:
@@ -230,22 +233,6 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
         wait.pause(0.001)
-
-
-def _look(connection: Connection, wait: _Wait, *, make: bool) -> dict[str, Reading]:
-    """Read the rows, which are made where there are none if told so."""
-    alias, patience = connection.alias, 0.0 if wait.how.skip else wait.left
-    if not make:
-        return run(alias, table.read_all, wait.keys)
-    try:
-        return run(
-            alias, table.ensure_rows, wait.keys, patience=max(patience, PATIENCE)
-        )
-    except OperationalError as error:
-        if dialects.of(connection).means_taken(error):
-            # Another's transaction has locked the gap in which a row would be made.
-            raise WaitOver from error
-        raise
 
 
 def _rows(connection: Connection) -> Any:

@@ -314,7 +314,7 @@ class Statements:
         current = self._all_current(size)
         if not overdue:
             current += f" AND expires_at > {d.now}"
-        change = f"expires_at = {self.extended}"
+        change = f"{d.tells_requests}expires_at = {self.extended}"
         text = f"UPDATE {d.table} SET {change} WHERE {current}"
         if not wait:
             text = d.update_unlocked(change, current, size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -64,11 +64,14 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
             seen = read(connection, request.key)
             if seen is not None:
                 return seen
-            granted = create(connection, request, request.key)
+            try:
+                granted = create(connection, request, request.key)
+            except GapLocked:
+                break
         if granted is not None:
             return granted
         ensure_floor(connection)
-    # The row is there and the snapshot of the caller's transaction can't see it.
+    # It can't be made for now, or is there and the caller's snapshot can't see it.
     return Reading(version=0, remaining=1.0)
 
 
@@ -86,12 +89,31 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
 
 
 def create(connection: Connection, request: Request, key: str) -> Grant | None:
-    """Make a row that is granted; ``None`` if it is there already."""
+    """Make a row that is granted; ``None`` if it is there already.
+
+    Raises:
+        GapLocked: It can't be made for now.
+    """
     cools, ends = bool(request.hold_at_least), request.max_hold < FOREVER
     sql = _texts(connection).create(cools, ends)
     values = {"key": key, **_terms(request)}
-    version = inserted(connection, new_version, sql, values)
+    version = _made(connection, new_version, sql, values)
     return None if version is None else Grant(key, request.owner, version)
+
+
+class GapLocked(Exception):
+    """A transaction has locked the gap in which a key's row would be made."""
+
+
+def _made(
+    connection: Connection, insert: Callable[..., Any], sql: str, values: Values
+) -> Any:
+    try:
+        return inserted(connection, insert, sql, values)
+    except DatabaseError as error:
+        if dialects.of(connection).means_taken(error):
+            raise GapLocked(str(error)) from error
+        raise
 
 
 def granting(
@@ -211,9 +233,9 @@ def release_again(
     return freed or clock.monotonic() < deadline
 
 
-def force_release(connection: Connection, key: str, version: int) -> bool:
-    """End a grant over its holder's head; whether it was current."""
-    return write(connection, "force_release", Grant(key, "", version))
+def force_release(connection: Connection, grant: Grant) -> bool:
+    """End a grant over its holder's head; whether its version was current."""
+    return write(connection, "force_release", grant)
 
 
 def request_release(connection: Connection, grant: Grant) -> bool:
@@ -308,20 +330,14 @@ def _renew_batch(
         rows = fetch(connection, sql, values)
         asked = [row for row in rows if row[2] is not None]
         outcome.extended |= _those_in(rows, grants)
-        outcome.requested |= _those_in(asked, grants)
     else:
-        outcome.extended |= _extended(connection, sql, values, grants, lease)
-
-
-def read_requests(connection: Connection, outcome: Renewed) -> None:
-    """Add whose holders are asked to finish, where the renewal's reply didn't tell."""
-    if dialects.of(connection).returns_rows:
-        return
-    for batch in _batches(list(outcome.extended)):
-        slots = _filled_up(batch)
-        text = _texts(connection).requested(len(slots))
-        rows = fetch(connection, text, all_slots(slots))
-        outcome.requested |= _those_in(rows, batch)
+        extended, told = _extended(connection, sql, values, grants, lease)
+        outcome.extended |= extended
+        # Of one at least, perhaps of an earlier renewal in this session.
+        is_any = told == dialect.asked
+        texts = _texts(connection).requested(len(slots))
+        asked = fetch(connection, texts, values) if is_any else []
+    outcome.requested |= _those_in(asked, grants)
 
 
 def _those_in(rows: Sequence[tuple[Any, ...]], grants: Sequence[Grant]) -> set[Grant]:
@@ -336,25 +352,26 @@ def _extended(
     values: Values,
     grants: Sequence[Grant],
     lease: float,
-) -> set[Grant]:
-    """Extend grants without ``RETURNING``; those that were."""
+) -> tuple[set[Grant], int | None]:
+    """Extend grants without ``RETURNING``; those that were, and what is told."""
     sent = time.monotonic()
-    changed, _ = execute(connection, sql, values)
+    changed, told = execute(connection, sql, values)
     if changed == len(grants):
-        return set(grants)
+        return set(grants), told
     if len(grants) == 1:
-        return set()
+        return set(), told
     # The count doesn't say which are gone or locked. Those that last as long from when
     # this was sent are extended; hundreds may be released at the same time.
     seen = read_all(connection, [grant.key for grant in grants])
     left = lease - (time.monotonic() - sent) - ROUNDING
-    return {
+    extended = {
         grant
         for grant in grants
         if (it := seen.get(grant.key)) is not None
         and (it.owner, it.version) == (grant.owner, grant.version)
         and it.remaining >= min(left, it.limit - ROUNDING)
     }
+    return extended, told
 
 
 def ensure_floor(connection: Connection) -> None:
@@ -363,7 +380,11 @@ def ensure_floor(connection: Connection) -> None:
 
 
 def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
-    """Read several keys, whose rows are made, free, where there are none."""
+    """Read several keys, whose rows are made, free, where there are none.
+
+    Raises:
+        GapLocked: One of them can't be made for now.
+    """
     create = _texts(connection).create_free
     while True:
         seen = read_all(connection, keys)
@@ -371,7 +392,7 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
         if not missing:
             return seen
         for key in missing:
-            if not inserted(connection, changes, create, {"key": key}):
+            if not _made(connection, changes, create, {"key": key}):
                 ensure_floor(connection)
 
 

@@ -62,6 +62,8 @@ class Command(LockCommand):
 examples:
   show what is locked, redrawn every two seconds:
     manage.py locks list --state held --watch
+  ask the holder of a lock to finish:
+    manage.py locks release nightly-report --ask --reason "deployment"
   force the release of a lock that has been held for more than two hours:
     manage.py locks release nightly-report --older-than 2h --reason "it hangs"
   force the release of all that a dead host held:
@@ -242,30 +244,42 @@ exit status:
         permit: int | None,
         fencing_token: int | None,
         older_than: float | None,
+        ask: bool,
         reason: str,
         yes: bool,
         **options: Any,
     ) -> None:
-        """Force the release of a lock, of one permit, or of all that match.
+        """Force the release of a lock, of one permit, or of all that match; or ask.
 
         Their holders find out at their next renewal or guard. Only a command under
-        run_locked is ended then.
+        run_locked is ended then; asked for, it gets a SIGTERM.
         """
         checked(validation.text, "--reason", reason)
-        how = {"older_than": older_than, "by": _user(), "reason": reason}
+        if ask and older_than is not None:
+            raise bad_usage("--older-than is for a forced release: leave out --ask")
+        how: dict[str, Any] = {"by": _user(), "reason": reason}
+        if not ask:
+            how["older_than"] = older_than
         if key is None:
             if pattern is None and holder is None:
                 raise bad_usage("write KEY, or --key PATTERN or --holder TEXT")
             if permit is not None or fencing_token is not None:
                 raise bad_usage("--permit and --fencing-token need KEY")
-            self._release_all(Selection(pattern=pattern, holder=holder), yes, how)
+            selection = Selection(pattern=pattern, holder=holder)
+            if ask:
+                self._ask_holders(ordered(self.source.find(selection)), how)
+            else:
+                self._release_all(selection, yes, how)
         elif pattern is not None or holder is not None:
             raise bad_usage("KEY goes without --key and --holder")
         else:
             lock = self._taken(key, permit)
             if fencing_token is not None:
                 self._compare(lock, fencing_token)
-            self._release_one(lock, yes, how)
+            if ask:
+                self._ask_holders([lock], how)
+            else:
+                self._release_one(lock, yes, how)
 
     def _release_one(self, lock: AnyLock, yes: bool, how: dict[str, Any]) -> None:
         if not yes:
@@ -296,6 +310,17 @@ exit status:
             names = ", ".join(named(lock.lock_key, lock.permit) for lock in left)
             which = f"{len(left)} of {len(locks)}"
             self.fail(f"{which} changed hands and were left alone: {names}")
+
+    def _ask_holders(self, locks: Sequence[AnyLock], how: dict[str, Any]) -> None:
+        """Ask those who hold some locks to finish; nothing is taken from them."""
+        asked = 0
+        for lock in locks:
+            if lock.state == HELD and self.source.request_release(lock, **how):
+                asked += 1
+                what = named(lock.lock_key, lock.permit)
+                self.out.write(f"Asked {lock.holder} to release {what}.")
+        if not asked:
+            self.fail("nobody holds it, or it changed hands: nobody was asked")
 
     def _released(self, lock: AnyLock, how: dict[str, Any]) -> bool:
         if not self.source.force_release(lock, **how):

@@ -77,6 +77,9 @@ class Dialect:
     greatest = "GREATEST"
     #: Before an update that must not wait for a row.
     at_once = ""
+    #: Has the reply to a renewal say ``asked`` if the holder of one of the rows is.
+    tells_requests = ""
+    asked = 0
     insert_unless_there: Shape = "INSERT INTO {} ON CONFLICT DO NOTHING".format
     share = "FOR SHARE"
     strength = "FOR UPDATE"

@@ -61,6 +61,11 @@ class MySQL(Dialect):
         f"hold_count = LAST_INSERT_ID((version + 1) * {MAX_PERMITS} "
         f"+ SUBSTRING_INDEX({key}, CHAR({ord(SEPARATOR)} USING utf8mb4), -1)) * 0, "
     )
+    asked = 2**62
+    tells_requests = (
+        f"hold_count = hold_count + LAST_INSERT_ID(CASE WHEN release_requested_at "
+        f"IS NULL THEN LAST_INSERT_ID() ELSE {asked} END) * 0, "
+    )
     yields = "{} AND ({} OR IS_FREE_LOCK({}))".format
     gate_of_key = (
         f"CONCAT('dblocks:', LEFT(SHA2(CONCAT(%(database)s, CHAR(0), {key}), 256), 40))"
