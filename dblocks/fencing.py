@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.db import models, router, transaction
+from django.db import connections, models, router, transaction
 from django.db.models import F
 
 from .exceptions import LeaseLost
@@ -60,6 +60,9 @@ class FencedQuerySet(models.QuerySet[Any]):
             )
         self._for_write = True
         with transaction.atomic(using=self.db):
+            if not connections[self.db].features.has_select_for_update:
+                # SQLite's one writer: who reads first fails if another writes then.
+                self.update(fencing_token=F("fencing_token"))
             # First all rows that are there, so that a change of what the filter asks
             # for doesn't hide the ones that refuse.
             locked = self.order_by("pk").select_for_update()

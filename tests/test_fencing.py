@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
-from django.db import connection
+from django.db import connection, connections, transaction
 
 from dblocks import Lease, LeaseLost
 from dblocks.models import DistributedLock
 from tests.factories import AccountFactory
+from tests.fixtures import OtherThread, in_memory
 from tests.testapp.models import Account
+from tests.timing import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 Leases = Callable[..., Lease]
@@ -203,3 +207,29 @@ def test_refused_update_rolls_nothing_else_back(
     assert not connection.in_atomic_block
     AccountFactory(name="after")
     assert Account.objects.filter(name="after").exists()
+
+
+def test_beside_another_writer(account: Account, other: OtherThread) -> None:
+    """A fenced update waits for whoever writes at the same time."""
+    if in_memory():
+        pytest.skip("a database in memory locks whole tables")
+    writes = threading.Event()
+
+    def write() -> None:
+        try:
+            with transaction.atomic():
+                AccountFactory()
+                writes.set()
+                time.sleep(0.5)
+        finally:
+            connections.close_all()
+
+    for token in range(1, 4):
+        writes.clear()
+        writer = other.start(write)
+        assert writes.wait(DEADLINE)
+        rows = Account.objects.filter(pk=account.pk)
+        assert rows.fenced_update(token, balance=token) == 1
+        writer.result(DEADLINE)
+    account.refresh_from_db()
+    assert account.balance == 3

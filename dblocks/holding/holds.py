@@ -104,7 +104,6 @@ class Hold:
         counted: How many acquisitions are outstanding here.
         written: How many of them the engine has counted.
         promised: Who is about to make a lease of it, weakly.
-        release_requested: The holder is known to have been asked to finish.
         leases: The leases that are open. Weak: what nothing refers to any more is not
             renewed.
         gate: The gate that it was queued for at, kept until it is released.
@@ -136,7 +135,7 @@ class Hold:
         self.ref: weakref.ref[Hold] | None = None
         self.loss_callbacks: Callbacks = deque()
         self.request_callbacks: Callbacks = deque()
-        self.release_requested = False
+        self._requests: dict[str, object] = {}
         self.mutex = threading.RLock()
         #: Filled once, by whoever ends it first: no mutex, for the timer's sake.
         self._end: dict[str, list[str]] = {}
@@ -161,6 +160,11 @@ class Hold:
         if end is None:
             return self._overdue()
         return None if end[0] == RELEASED else end[0]
+
+    @property
+    def release_requested(self) -> bool:
+        """Whether the holder is known to have been asked to finish."""
+        return bool(self._requests)
 
     @property
     def over_at(self) -> float:
@@ -226,9 +230,11 @@ class Hold:
         self, outcome: Renewed, sent: float, lease: float | None = None
     ) -> bool:
         """Note what became of a renewal; ``False`` if it is to be tried again."""
-        if self.grant in outcome.requested and not self.release_requested:
-            self.release_requested = True
-            news.tell_request(self)
+        if self.grant in outcome.requested:
+            mine = object()
+            # Told once, whoever of several renewals at once hears of it first.
+            if self._requests.setdefault("first", mine) is mine:
+                news.tell_request(self)
         if self.grant in outcome.extended:
             self.extend(sent, lease)
         elif self.grant in outcome.lost:
