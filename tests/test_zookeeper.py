@@ -18,6 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 from kazoo.client import KazooClient
 from kazoo.exceptions import ConnectionLoss, KazooException, NoAuthError
+from kazoo.protocol.serialization import Exists
 from kazoo.security import make_digest_acl
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
@@ -692,6 +693,22 @@ def test_nothing_is_left(
     other.close()
     eventually(lambda: not live_threads(), what="the end of the threads")
     assert open_files() <= files + 1
+
+
+# Interrupted requests
+
+
+def test_request_that_kazoo_was_not_told_of(configure: Configure, key: str) -> None:
+    """What was interrupted between queue and pipe keeps nobody else's waiting."""
+    alias = configure("patient", LEASE=scaled(30))
+    with distributed_lock(key, backend=alias):
+        mine = session(alias)
+        for _ in range(3):
+            queued = mine.handler.async_result()
+            mine.client._queue.append((Exists(mine.address.root, None), queued))
+            with takes(0, 0.5):
+                assert not distributed_lock(key + ":2", backend=alias).locked()
+            assert queued.wait(DEADLINE)
 
 
 # Lost replies

@@ -40,6 +40,10 @@ PASSING = (
 """What may be gone with the next connection, or the next session."""
 
 
+WAKE_AFTER = 0.05
+"""Seconds without an answer after which kazoo's thread is told to look again."""
+
+
 @dataclass(frozen=True)
 class Address:
     """What a session is opened with; equal ones share it.
@@ -183,11 +187,23 @@ class Connection:
             KazooException: There was none in this time, or it is an error.
         """
         try:
-            return result.get(timeout=max(0.0, seconds))
+            if not result.wait(max(0.0, min(seconds, WAKE_AFTER))):
+                self._wake()
+            return result.get(timeout=max(0.0, seconds - WAKE_AFTER))
         except KazooTimeoutError:
             raise self.silence() from None
         except NoAuthError:
             raise self._no_access() from None
+
+    def _wake(self) -> None:
+        """Have kazoo's thread look for requests that it wasn't told of.
+
+        It sends one for each byte in a pipe. Whoever was interrupted between the two
+        has queued a request and written no byte: the one after waits for that.
+        """
+        with suppress(AttributeError, OSError):
+            if self.client._queue:
+                self.client._connection._write_sock.send(b"\0")
 
     def silence(self) -> ConnectionLoss:
         return ConnectionLoss(
