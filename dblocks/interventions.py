@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
-from django.db import connections, models, transaction
+from django.db import DatabaseError, connections, models, transaction
 
-from .backends.database import table
+from .backends.database import dialects, table
 from .backends.database.expressions import UtcNow
 from .backends.database.fields import ExactCharField, UTCDateTimeField
 from .backends.values import Grant
+
+PATIENCE = 1.0
+"""Seconds for which a transaction is begun anew that the database has undone."""
 
 
 class Intervention(models.Model):
@@ -58,20 +64,33 @@ def end_grant(using: str, grant: Grant, **how: Any) -> bool:
     Args:
         how: Also who had it, and the rest of an :class:`Intervention`.
     """
-    with transaction.atomic(using=using):
-        ended = table.force_release(connections[using], grant)
-        if ended:
-            record(Intervention.Kind.FORCE_RELEASE, using, grant, **how)
-    return ended
+    return _done(
+        table.force_release, Intervention.Kind.FORCE_RELEASE, using, grant, how
+    )
 
 
 def ask_holder(using: str, grant: Grant, **how: Any) -> bool:
     """Ask the holder of a grant to finish and record it; tell whether it is held."""
-    with transaction.atomic(using=using):
-        asked = table.request_release(connections[using], grant)
-        if asked:
-            record(Intervention.Kind.REQUEST, using, grant, **how)
-    return asked
+    return _done(table.request_release, Intervention.Kind.REQUEST, using, grant, how)
+
+
+def _done(
+    act: Callable[..., bool], kind: str, using: str, grant: Grant, how: dict[str, Any]
+) -> bool:
+    """Act and record it in one transaction, begun anew if the database asks for it."""
+    connection, give_up = connections[using], time.monotonic() + PATIENCE
+    while True:
+        try:
+            with transaction.atomic(using=using):
+                done = act(connection, grant)
+                if done:
+                    record(kind, using, grant, **how)
+            return done
+        except DatabaseError as error:
+            over = connection.in_atomic_block or time.monotonic() >= give_up
+            if over or not dialects.of(connection).is_transient(error):
+                raise
+            time.sleep(random.uniform(0.005, 0.03))
 
 
 def record(

@@ -521,3 +521,22 @@ def test_beside_one_that_keeps_readers_out(lock: Locks, key: str) -> None:
         finally:
             raw.execute("ROLLBACK")
     assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.usefixtures("queue")
+def test_gate_that_is_garbage(committed: None) -> None:
+    """A descriptor that is given back while it is collected stays open."""
+
+    class Gate:
+        def __del__(self) -> None:
+            self.descriptor.give_back()
+
+    path = str(connection.settings_dict["NAME"])
+    gate: Any = Gate()
+    gate.descriptor = file_locks._Descriptor(path)
+    gate.descriptor.gate = gate
+    file_locks._idle.pop(path, None)
+    del gate
+    gc.collect()
+    [kept] = file_locks._idle[path]
+    assert kept.is_free(0)

@@ -15,6 +15,7 @@ from django.db import OperationalError, connections, transaction
 from dblocks import Lease, LeaseLost, Lock, distributed_lock, transaction_lock
 from dblocks.backends.database import dialects
 from dblocks.conf import backends
+from dblocks.interventions import Intervention
 from dblocks.models import DistributedLock, TokenFloor
 from tests.fixtures import OtherThread
 from tests.testapp.models import Account
@@ -47,7 +48,7 @@ def nodes(django_db_setup: None, django_db_blocker: Any) -> Iterator[list[Node]]
                 "OPTIONS": {"connect_timeout": 5, "read_timeout": 30},
             }
         with connections[A].schema_editor() as editor:
-            for model in (DistributedLock, TokenFloor, Account):
+            for model in (DistributedLock, TokenFloor, Intervention, Account):
                 editor.create_model(model)
         nodes[0].query("CREATE TABLE dblocks.obstacle (id SERIAL)")
         yield nodes

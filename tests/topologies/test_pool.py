@@ -97,7 +97,7 @@ def test_connections_of_its_own_are_few(pooled: str, key: str) -> None:
     """One after the other they share one, which is closed when it is needed no more."""
     connections[pooled].ensure_connection()
     connections[pooled].close()
-    eventually(lambda: stats(pooled)["pool_size"] == SIZE, what="the pool")
+    eventually(lambda: stats(pooled)["pool_available"] == SIZE, what="the pool")
     before = sessions()
     for number in range(10):
         with distributed_lock(f"{key}:{number}", backend=pooled):

@@ -88,10 +88,17 @@ class _Descriptor:
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
         idle = _idle.setdefault(self._path, deque())
-        if self._number >= 0 and len(idle) < KEPT_IDLE:
-            idle.append(self)
-        else:
+        if len(idle) >= KEPT_IDLE:
             self.close()
+            return
+        # As another object: the garbage collector may be about to finalize this one,
+        # and a gate of the same garbage gives it back.
+        kept = _Descriptor.__new__(_Descriptor)
+        kept._path, kept._file = self._path, self._file
+        kept._number, self._number = self._number, -1
+        if kept._number >= 0:
+            _open.add(kept)
+            idle.append(kept)
 
     def __del__(self) -> None:
         # Whatever an interrupt kept from its gate is free again.
