@@ -109,6 +109,8 @@ def test_connections_of_its_own_are_few(pooled: str, key: str) -> None:
 def test_open_connections_serve(pooled: str, key: str) -> None:
     """Where a thread has one open, its locks run on that."""
     use(pooled)
+    whole = SIZE - 1
+    eventually(lambda: stats(pooled)["pool_available"] == whole, what="the others")
     before = sessions()
     with distributed_lock(key, backend=pooled):
         assert sessions() == before
