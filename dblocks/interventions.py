@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
-from django.db import DatabaseError, connections, models, transaction
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .backends.database import dialects, table
+from .backends.database import table
 from .backends.database.expressions import UtcNow
 from .backends.database.fields import ExactCharField, UTCDateTimeField
 from .backends.values import Grant
-
-PATIENCE = 1.0
-"""Seconds for which a transaction is begun anew that the database has undone."""
 
 
 class Intervention(models.Model):
@@ -77,20 +73,15 @@ def ask_holder(using: str, grant: Grant, **how: Any) -> bool:
 def _done(
     act: Callable[..., bool], kind: str, using: str, grant: Grant, how: dict[str, Any]
 ) -> bool:
-    """Act and record it in one transaction, begun anew if the database asks for it."""
-    connection, give_up = connections[using], time.monotonic() + PATIENCE
-    while True:
-        try:
-            with transaction.atomic(using=using):
-                done = act(connection, grant)
-                if done:
-                    record(kind, using, grant, **how)
-            return done
-        except DatabaseError as error:
-            over = connection.in_atomic_block or time.monotonic() >= give_up
-            if over or not dialects.of(connection).is_transient(error):
-                raise
-            time.sleep(random.uniform(0.005, 0.03))
+    """Act, and record it in the same transaction."""
+
+    def act_and_record(connection: Connection) -> bool:
+        done = act(connection, grant)
+        if done:
+            record(kind, using, grant, **how)
+        return done
+
+    return table.in_transaction(using, act_and_record)
 
 
 def record(

@@ -287,9 +287,10 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if locks and not form.is_valid():
             response = self._page(request, locks, form)
         else:
-            act = self._ask if "ask" in request.POST else self._release
+            kinds = Intervention.Kind
+            kind = kinds.REQUEST if "ask" in request.POST else kinds.FORCE_RELEASE
             for lock in locks:
-                outcome = act(request, lock, form.cleaned_data["reason"])
+                outcome = self._act(request, lock, kind, form.cleaned_data["reason"])
                 keys[outcome].append(lock.key)
             response = self._to_list(request)
         for outcome, text in _OUTCOMES.items():
@@ -301,38 +302,22 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 self.message_user(request, SafeString(sentence), level)
         return response
 
-    def _release(self, request: HttpRequest, lock: DistributedLock, reason: str) -> str:
-        """Release this grant of a lock and record it; return the outcome."""
-        if is_busy(self.locks, lock.key):
-            return "busy"
-        if not self.locks.force_release(
-            lock.lock_key,
-            permit=lock.permit,
-            version=lock.version,
-            by=request.user,
-            reason=reason,
-        ):
-            return "changed"
-        self._log(request, lock, Intervention.Kind.FORCE_RELEASE, reason)
-        return "released"
-
-    def _ask(self, request: HttpRequest, lock: DistributedLock, reason: str) -> str:
-        """Ask the holder of this grant to finish and record it; return the outcome."""
-        if is_busy(self.locks, lock.key):
-            return "busy"
-        if not self.locks.request_release(
-            lock.lock_key,
-            permit=lock.permit,
-            version=lock.version,
-            by=request.user,
-            reason=reason,
-        ):
-            return "changed"
-        self._log(request, lock, Intervention.Kind.REQUEST, reason)
-        return "asked"
-
-    def _log(
+    def _act(
         self, request: HttpRequest, lock: DistributedLock, kind: str, reason: str
-    ) -> None:
+    ) -> str:
+        """Release this grant or ask its holder to; record it, return the outcome."""
+        is_request = kind == Intervention.Kind.REQUEST
+        act = self.locks.request_release if is_request else self.locks.force_release
+        if is_busy(self.locks, lock.key):
+            return "busy"
+        if not act(
+            lock.lock_key,
+            permit=lock.permit,
+            version=lock.version,
+            by=request.user,
+            reason=reason,
+        ):
+            return "changed"
         text = told(kind, lock.holder, lock.version, reason)
         self.log_change(request, lock, text)
+        return "asked" if is_request else "released"

@@ -167,8 +167,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     def _is_busy(self, error: Exception) -> bool:
         """Tell whether others kept SQLite from reading or writing all that time."""
-        dialect = dialects.known(connections[self.using])
-        return not dialect.has_row_locks and dialect.is_transient(error)
+        return dialects.known(connections[self.using]).is_busy(error)
 
     def read(self, key: str) -> Reading | None:
         return self._run(table.read, key, writes=False)

@@ -74,7 +74,7 @@ class DatabaseGuards(BaseBackend):
             missing = table.pin(connection, grants)
         except DatabaseError as raised:
             blame(raised)
-            if not dialect.is_stale_snapshot(raised) and not _is_busy(dialect, raised):
+            if not dialect.is_stale_snapshot(raised) and not dialect.is_busy(raised):
                 raise
             error = raised
         if not missing:
@@ -146,8 +146,3 @@ class DatabaseGuards(BaseBackend):
 def _lease_lost(grant: Grant, reason: str | None) -> LeaseLost:
     key, version = apart(grant.key)[0], grant.version
     return LeaseLost(key, fencing_token=version, reason=reason or "taken")
-
-
-def _is_busy(dialect: dialects.Dialect, error: DatabaseError) -> bool:
-    """Tell whether SQLite's one writer is somebody else."""
-    return not dialect.has_row_locks and dialect.is_transient(error)

@@ -396,37 +396,51 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
                 ensure_floor(connection)
 
 
-def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
-    """Delete those of some rows that are still stale; how many.
+PATIENCE = 1.0
+"""Seconds for which a transaction of dblocks' own is begun anew if it must be."""
 
-    In a transaction of its own that locks only what it deletes, and is repeated if
-    the database asks for it.
+
+def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
+    """Act in a transaction, which is repeated if the database asks for it.
+
+    Inside the caller's it isn't.
     """
     connection = transaction.get_connection(using)
-    dialect = dialects.of(connection)
-    floor = _model("TokenFloor").objects.using(using)
-    give_up = time.monotonic() + 1.0
-    ensure_floor(connection)
+    give_up = time.monotonic() + PATIENCE
     while True:
         try:
             with transaction.atomic(using=using):
-                # The floor first: an insert that waits for it reads the raised one.
-                floor.select_for_update().get(pk=1)
-                rows = stale.filter(key__in=keys).select_for_update(
-                    skip_locked=dialect.has_row_locks
-                )
-                doomed = dict(rows.values_list("key", "version"))
-                if doomed:
-                    highest = Value(max(doomed.values()))
-                    floor.filter(pk=1).update(value=Greatest(F("value"), highest))
-                    locks = _model("DistributedLock")._base_manager.using(using)
-                    locks.filter(key__in=doomed)._raw_delete(using)
-            return len(doomed)
+                return act(connection)
         except DatabaseError as error:
             over = connection.in_atomic_block or time.monotonic() >= give_up
-            if over or not dialect.is_transient(error):
+            if over or not dialects.of(connection).is_transient(error):
                 raise
             time.sleep(random.uniform(0.005, 0.03))
+
+
+def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
+    """Delete those of some rows that are still stale; how many.
+
+    In a transaction of its own that locks only what it deletes.
+    """
+    floor = _model("TokenFloor").objects.using(using)
+
+    def delete(connection: Connection) -> int:
+        # The floor first: an insert that waits for it reads the raised one.
+        floor.select_for_update().get(pk=1)
+        rows = stale.filter(key__in=keys).select_for_update(
+            skip_locked=dialects.of(connection).has_row_locks
+        )
+        doomed = dict(rows.values_list("key", "version"))
+        if doomed:
+            highest = Value(max(doomed.values()))
+            floor.filter(pk=1).update(value=Greatest(F("value"), highest))
+            locks = _model("DistributedLock")._base_manager.using(using)
+            locks.filter(key__in=doomed)._raw_delete(using)
+        return len(doomed)
+
+    ensure_floor(transaction.get_connection(using))
+    return in_transaction(using, delete)
 
 
 def make_older(connection: Connection, seconds: float) -> None:

@@ -151,6 +151,10 @@ class Dialect:
         """Tell whether a transaction was ended in favour of another one."""
         return False
 
+    def is_busy(self, error: BaseException) -> bool:
+        """Tell whether SQLite's one writer is, or was, somebody else."""
+        return not self.has_row_locks and self.is_transient(error)
+
     def means_taken(self, error: BaseException) -> bool:
         """Tell whether a statement that must not wait for long met a locked row."""
         return self.code(error) in self.taken
