@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from django.core.checks import CheckMessage
-from django.core.exceptions import ImproperlyConfigured
-from redis.exceptions import RedisError
-
 from ... import validation
-from ...permits import apart
-from ..base import BaseBackend
 from ..gates import Gate
 from ..values import (
     Entry,
@@ -23,15 +17,12 @@ from ..values import (
     Request,
     Waiters,
 )
-from .checks import findings
-from .client import PATIENCE, Client
 from .doorbell import Doorbell
-from .server import Server
+from .quorum import QuorumBackend
+from .servers import Servers, locations
 
-PREFIX = "dblocks:"
 
-
-class RedisBackend(BaseBackend):
+class RedisBackend(Servers):
     """A hash a key, a script a verb, the server's clock.
 
     ``LOCATION``: ``redis://``, ``rediss://`` or ``unix://``. A list of several names
@@ -42,41 +33,14 @@ class RedisBackend(BaseBackend):
     place of a host.
     """
 
-    setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
-    option_names = None
-    system = "redis"
-    errors = (RedisError,)
-    #: Seconds for which a server's faults that may pass are sat out, at least.
-    patience = PATIENCE
-
-    def __new__(cls, alias: str, config: dict[str, Any]) -> RedisBackend:
-        if cls is RedisBackend and len(_locations(alias, config)) > 1:
-            from .quorum import QuorumBackend
-
-            cls = QuorumBackend
+    def __new__(cls, alias: str, config: dict[str, Any]) -> Any:
+        if cls is RedisBackend and len(locations(alias, config)) > 1:
+            return QuorumBackend(alias, config)
         return super().__new__(cls)
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
-        prefix = config.get("KEY_PREFIX", PREFIX)
-        if not isinstance(prefix, str) or set(prefix) & set("{}"):
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}]: KEY_PREFIX must be a str without braces, not "
-                f"{prefix!r}."
-            )
-        options = self._client_options()
-        self._servers = [
-            Server(
-                Client(alias, location, options, self.patience),
-                prefix,
-                has_tokens=self.has_fencing_tokens,
-            )
-            for location in _locations(alias, config)
-        ]
         self._server = self._servers[0]
-
-    def _client_options(self) -> dict[str, Any]:
-        return self.options
 
     # The verbs
 
@@ -104,9 +68,6 @@ class RedisBackend(BaseBackend):
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         return self._server.renew(renewals)
 
-    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
-        return bool(self.release_all([grant], count=count, deadline=deadline))
-
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
@@ -114,9 +75,6 @@ class RedisBackend(BaseBackend):
 
     def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
         self._server.release_all(grants, count=0, undo=True)
-
-    def read(self, key: str) -> Reading | None:
-        return self.read_all([key]).get(key)
 
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
@@ -144,40 +102,7 @@ class RedisBackend(BaseBackend):
     ) -> tuple[str, str, int | None] | None:
         return self._server.force_release(row_key, version, age)
 
-    # Checks
-
-    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
-        for server in self._servers:
-            yield from findings(server.client)
-
     # Tests
 
     def move_clock(self, seconds: float) -> None:
         self._server.make_older(seconds)
-
-    def clear(self) -> None:
-        for entry in self.entries():
-            if entry.state != "free":
-                key, permit = apart(entry.key)
-                self.force_release(
-                    key, permit=permit, by="dblocks.test", reason="cleared"
-                )
-
-
-def _locations(alias: str, config: dict[str, Any]) -> list[str]:
-    given = config.get("LOCATION")
-    locations = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(locations, (list, tuple))
-        or not locations
-        or not all(isinstance(location, str) for location in locations)
-    ):
-        raise ImproperlyConfigured(
-            f"DBLOCKS[{alias!r}]: LOCATION must be the URL of a Redis server, such as "
-            f"'redis://localhost:6379/0', or a list of several."
-        )
-    if len(set(locations)) < len(locations):
-        raise ImproperlyConfigured(
-            f"DBLOCKS[{alias!r}]: LOCATION names a server twice."
-        )
-    return list(locations)

@@ -32,8 +32,8 @@ from ..values import (
     Waiters,
     first_free,
 )
-from .backend import RedisBackend
 from .server import Server
+from .servers import Servers
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def _answer(future: Future[T], question: Callable[[Server], T], server: Server) 
         future.set_exception(error)
 
 
-class QuorumBackend(RedisBackend):
+class QuorumBackend(Servers):
     """A majority of several independent servers."""
 
     has_fencing_tokens = False

@@ -1,0 +1,97 @@
+"""What one server and a quorum of several have in common: their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
+from redis.exceptions import RedisError
+
+from ...permits import apart
+from ..base import BaseBackend
+from ..values import Grant, Reading
+from .checks import findings
+from .client import PATIENCE, Client
+from .server import Server
+
+PREFIX = "dblocks:"
+
+
+class Servers(BaseBackend):
+    """An engine whose locks are in the servers that ``LOCATION`` names."""
+
+    setting_names = frozenset({"LOCATION", "KEY_PREFIX"})
+    option_names = None
+    system = "redis"
+    errors = (RedisError,)
+    #: Seconds for which a server's faults that may pass are sat out, at least.
+    patience = PATIENCE
+
+    def __init__(self, alias: str, config: dict[str, Any]) -> None:
+        super().__init__(alias, config)
+        prefix = config.get("KEY_PREFIX", PREFIX)
+        if not isinstance(prefix, str) or set(prefix) & set("{}"):
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{alias!r}]: KEY_PREFIX must be a str without braces, not "
+                f"{prefix!r}."
+            )
+        options = self._client_options()
+        self._servers = [
+            Server(
+                Client(alias, location, options, self.patience),
+                prefix,
+                has_tokens=self.has_fencing_tokens,
+            )
+            for location in locations(alias, config)
+        ]
+
+    def _client_options(self) -> dict[str, Any]:
+        return self.options
+
+    def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
+        return bool(self.release_all([grant], count=count, deadline=deadline))
+
+    def read(self, key: str) -> Reading | None:
+        return self.read_all([key]).get(key)
+
+    # Checks
+
+    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
+        for server in self._servers:
+            yield from findings(server.client)
+
+    # Tests
+
+    def clear(self) -> None:
+        for entry in self.entries():
+            if entry.state != "free":
+                key, permit = apart(entry.key)
+                self.force_release(
+                    key, permit=permit, by="dblocks.test", reason="cleared"
+                )
+
+
+def locations(alias: str, config: dict[str, Any]) -> list[str]:
+    """Return the URLs that a setting ``LOCATION`` names.
+
+    Raises:
+        ImproperlyConfigured: It names none, or one twice.
+    """
+    given = config.get("LOCATION")
+    locations = [given] if isinstance(given, str) else given
+    if (
+        not isinstance(locations, (list, tuple))
+        or not locations
+        or not all(isinstance(location, str) for location in locations)
+    ):
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: LOCATION must be the URL of a Redis server, such as "
+            f"'redis://localhost:6379/0', or a list of several."
+        )
+    if len(set(locations)) < len(locations):
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: LOCATION names a server twice."
+        )
+    return list(locations)
