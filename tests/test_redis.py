@@ -21,6 +21,7 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from dblocks import LeaseLost, LockTimeout, clock, distributed_lock
 from dblocks.backends.redis import scripts
@@ -441,6 +442,26 @@ def test_prefixes_are_apart(here: Any, shared: Redis, settings: Any) -> None:
     for alias in settings.DBLOCKS:
         assert len(list(backends[alias].entries())) == 1
     assert len(here.keys("*row")) == 4
+
+
+def test_idle_connections_after_a_fault(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given up with a broken connection is closed at once."""
+
+    def broken(*arguments: Any) -> None:
+        raise RedisConnectionError("gone")
+
+    client: Any = backends[backend]._server.client
+    client.close()
+    taken = [client._take() for _ in range(3)]
+    for each in taken:
+        client._give_back(each)
+    monkeypatch.setattr(taken[-1], "send_packed_command", broken)
+    with pytest.raises(RedisConnectionError):
+        client.send("PING")
+    assert [each._sock for each in taken] == [None] * 3
+    assert client.send("PING")
 
 
 # Waiters

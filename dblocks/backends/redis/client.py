@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,7 +118,7 @@ class Client:
             connection.disconnect()
             if isinstance(error, ConnectionError | TimeoutError) and not answers_within:
                 # The others are idle, or lead to a master of old.
-                self._idle.clear()
+                self.close()
             raise
         self._give_back(connection)
         return answer
@@ -186,10 +187,10 @@ class Client:
             return self.send("EVAL", script.text, *rest)
 
     def close(self) -> None:
-        """Close what is open."""
-        idle, self._idle = self._idle, deque()
-        for connection in idle:
-            connection.disconnect()
+        """Close the connections that nobody uses."""
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
 
 
 def _name(alias: str, location: str) -> str:
