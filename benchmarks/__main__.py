@@ -26,11 +26,11 @@ from benchmarks.measurements import (
     go_through,
     say,
 )
-from tests import services
+from tests.support import services
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-# The servers' own defaults; those of tests.services are smaller.
+# The servers' own defaults; those of tests.support.services are smaller.
 ARGUMENTS = {
     "mariadb": ["--innodb-buffer-pool-size=128M", "--innodb-log-file-size=96M"]
 }

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import django
 
-from tests import services
+from tests.support import services
 
 ROWS = 1_000_000
 BATCH = 5_000
@@ -50,7 +50,7 @@ def fill(rows: int) -> None:
     from django.db.models import QuerySet
 
     from dblocks.models import DistributedLock
-    from tests.factories import now
+    from tests.support.factories import now
 
     for start in range(0, rows, BATCH):
         locks = []

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests import services
 from tests.configurations import (
     CONFIGURATIONS,
     SECONDS_OF_FAULTS,
@@ -31,6 +30,7 @@ from tests.configurations import (
     seconds,
     shares,
 )
+from tests.support import services
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500

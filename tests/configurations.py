@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import services
+from tests.support import services
 
 TESTS = Path(__file__).resolve().parent
 TOPOLOGIES = TESTS / "topologies"

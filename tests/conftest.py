@@ -1,4 +1,4 @@
-"""What concerns the whole test session; fixtures are in ``tests.fixtures``."""
+"""What concerns the whole test session; fixtures are in ``tests.support.fixtures``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from django.conf import settings
 
-pytest_plugins = ["tests.fixtures", "tests.web"]
+pytest_plugins = ["tests.support.fixtures", "tests.support.web"]
 
 # The machine may be busy with another database's tests.
 hypothesis.settings.register_profile("dblocks", deadline=None)

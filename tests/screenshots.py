@@ -45,7 +45,7 @@ def make_rows() -> str:
     from django.contrib.auth.models import User
 
     from dblocks.models import DistributedLock
-    from tests.factories import LockFactory, now
+    from tests.support.factories import LockFactory, now
 
     LockFactory(
         key="import:catalogue",
@@ -106,7 +106,7 @@ def main() -> None:
     with database():
         from pytest_django.live_server_helper import LiveServer
 
-        from tests.browser import NARROW, WIDE, launch
+        from tests.support.browser import NARROW, WIDE, launch
 
         user = make_rows()
         folder = Path(sys.argv[1] if sys.argv[1:] else FOLDER)

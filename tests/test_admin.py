@@ -30,8 +30,8 @@ from dblocks.backends.values import Grant
 from dblocks.interventions import Intervention, record
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
-from tests.factories import LockFactory, now, stored
-from tests.fixtures import OtherThread
+from tests.support.factories import LockFactory, now, stored
+from tests.support.fixtures import OtherThread
 
 LIST = "/admin/dblocks/distributedlock/"
 RELEASE = f"{LIST}force-release/"

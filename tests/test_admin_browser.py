@@ -20,12 +20,12 @@ from django.test import Client
 from pytest_django.live_server_helper import LiveServer
 
 from dblocks.models import DistributedLock
-from tests.browser import NARROW, Browser, Window, launch
-from tests.factories import AccountFactory, LockFactory, stored
-from tests.fixtures import in_memory
-from tests.processes import Workers
+from tests.support.browser import NARROW, Browser, Window, launch
+from tests.support.factories import AccountFactory, LockFactory, stored
+from tests.support.fixtures import in_memory
+from tests.support.processes import Workers
+from tests.support.timing import eventually
 from tests.test_admin import HOSTILE, LIST, RELEASE, field, make_user, page_of
-from tests.timing import eventually
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

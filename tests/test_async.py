@@ -19,10 +19,10 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from dblocks import Lease, Lock, LockTimeout
 from dblocks.backends.values import Reading
 from dblocks.conf import backends
-from tests import asgi
-from tests.fixtures import OtherThread, in_memory
+from tests.support import asgi
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
-from tests.timing import DEADLINE, SLACK, eventually
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

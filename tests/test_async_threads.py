@@ -16,9 +16,9 @@ from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock
 from dblocks.conf import backends
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
-from tests.timing import DEADLINE, SLACK, eventually
 
 T = TypeVar("T")
 Locks = Callable[..., Lock]

@@ -28,11 +28,11 @@ from dblocks import LeaseLost, current_lease, distributed_lock
 from dblocks import transaction_lock as row_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import AccountFactory, let_expire
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory, let_expire
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, eventually
+from tests.support.web import Server, Site
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, eventually
-from tests.web import Server, Site
 
 Taken = Callable[[], bool]
 
@@ -171,7 +171,7 @@ MAIN_VIEWS = pytest.mark.parametrize("make", MAIN.values(), ids=MAIN)
 @pytest.fixture
 def signed_in(settings: Any, site: Site) -> None:
     """Somebody is signed in."""
-    settings.MIDDLEWARE = ["tests.web.signed_in"]
+    settings.MIDDLEWARE = ["tests.support.web.signed_in"]
 
 
 # The order

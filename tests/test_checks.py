@@ -28,8 +28,8 @@ from django.db.backends.base.introspection import BaseDatabaseIntrospection
 from dblocks import checks, distributed_lock
 from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock
-from tests.fixtures import in_memory
-from tests.processes import ROOT
+from tests.support.fixtures import in_memory
+from tests.support.processes import ROOT
 from tests.test_settings import BAD, MEMORY
 
 pytestmark = pytest.mark.usefixtures("committed")

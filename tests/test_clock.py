@@ -15,9 +15,9 @@ from django.utils import timezone as django_timezone
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import let_expire, stored
-from tests.fixtures import OtherThread
-from tests.timing import SLACK, always, eventually
+from tests.support.factories import let_expire, stored
+from tests.support.fixtures import OtherThread
+from tests.support.timing import SLACK, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -11,9 +11,9 @@ from django.db import close_old_connections, connection, connections, transactio
 
 from dblocks import distributed_lock, transaction_lock
 from dblocks.test import hold_elsewhere
-from tests.factories import stored
-from tests.fixtures import OtherThread, beside
-from tests.timing import DEADLINE, SLACK, eventually
+from tests.support.factories import stored
+from tests.support.fixtures import OtherThread, beside
+from tests.support.timing import DEADLINE, SLACK, eventually
 
 pytestmark = [
     pytest.mark.usefixtures("two_writers"),

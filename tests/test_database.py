@@ -17,9 +17,9 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import LockFactory, let_expire, now, stored
-from tests.fixtures import OtherThread
-from tests.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.factories import LockFactory, let_expire, now, stored
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

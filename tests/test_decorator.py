@@ -36,13 +36,13 @@ from dblocks import (
 )
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests import decorated
-from tests.decorated import key_of
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
-from tests.processes import ROOT
+from tests.support import decorated
+from tests.support.decorated import key_of
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread
+from tests.support.processes import ROOT
+from tests.support.timing import DEADLINE, SLACK, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, takes
 
 pytestmark = pytest.mark.usefixtures("committed")
 
@@ -1333,7 +1333,7 @@ def test_celery_task_within_another() -> None:
 def test_bound_celery_task() -> None:
     """A task that gets itself keeps its name; skipped, it returns None."""
     number = next(NUMBERS)
-    assert decorated.bound.delay(number).get() == "tests.decorated.bound"
+    assert decorated.bound.delay(number).get() == "tests.support.decorated.bound"
     with hold_elsewhere(f"decorated:{number}"):
         assert decorated.bound.delay(number).get() is None
 
@@ -1345,7 +1345,7 @@ class TestDjangoTasks:
     @pytest.mark.parametrize("name", ["count", "in_context", "acount"])
     def test_task(self, name: str) -> None:
         """A task holds its lock; locked out, it fails with LockTimeout."""
-        from tests import django_tasks
+        from tests.support import django_tasks
 
         task = getattr(django_tasks, name)
         number = next(NUMBERS)
@@ -1356,7 +1356,7 @@ class TestDjangoTasks:
 
     def test_decorator_above(self) -> None:
         """The lock above the task's decorator would make it a mere function."""
-        from tests import django_tasks
+        from tests.support import django_tasks
 
         with pytest.raises(TypeError, match="below"):
             distributed_lock("k")(django_tasks.count)

@@ -28,10 +28,10 @@ from testproject.shop.management.commands import demo
 from testproject.shop.meeting import Meeting
 from testproject.shop.sale import Result, Sale
 from testproject.shop.selling import VARIANTS
-from tests.fixtures import in_memory
-from tests.processes import ROOT
-from tests.services import Redis
-from tests.timing import DEADLINE, eventually
+from tests.support.fixtures import in_memory
+from tests.support.processes import ROOT
+from tests.support.services import Redis
+from tests.support.timing import DEADLINE, eventually
 
 SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
 TIME_LIMIT = 55

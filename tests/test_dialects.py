@@ -27,9 +27,9 @@ from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
 from dblocks.backends.gates import GateClosed
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

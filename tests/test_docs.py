@@ -1,6 +1,6 @@
 """The documentation: its examples run, its links lead somewhere, its pages are found.
 
-How examples are marked is said in ``tests.pages``.
+How examples are marked is said in ``tests.support.pages``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from mdit_py_plugins.anchors import anchors_plugin
 
 from testproject.shop.sale import empty_shop
-from tests.pages import DOCS, PAGES, ROOT, Examples, name
+from tests.support.pages import DOCS, PAGES, ROOT, Examples, name
 
 markdown = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
 

@@ -11,10 +11,10 @@ import pytest
 from dblocks import Lease, Lock, distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.test import move_clock
-from tests.factories import stored
-from tests.fixtures import OtherThread
-from tests.processes import Workers
-from tests.timing import SLACK, eventually
+from tests.support.factories import stored
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

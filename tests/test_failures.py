@@ -14,9 +14,9 @@ from django.db import DatabaseError, OperationalError, connection, connections
 
 from dblocks import Lease, Lock, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import stored
-from tests.fixtures import OtherThread
-from tests.timing import SLACK, always, takes
+from tests.support.factories import stored
+from tests.support.fixtures import OtherThread
+from tests.support.timing import SLACK, always, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

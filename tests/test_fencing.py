@@ -11,10 +11,10 @@ from django.db import connection, connections, transaction
 
 from dblocks import Lease, LeaseLost
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread, in_memory
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE
 from tests.testapp.models import Account
-from tests.timing import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 Leases = Callable[..., Lease]

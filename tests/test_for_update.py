@@ -12,10 +12,10 @@ from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, Lock, LockError, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import InvalidKey, Lease, Lock, distributed_lock
 from dblocks.models import DistributedLock
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 NAN, INFINITE = float("nan"), float("inf")
 YEAR_AND_MORE = timedelta(days=366, seconds=1)

@@ -17,7 +17,7 @@ from django.db import connections
 from dblocks import Lease, Lock, locks
 from dblocks.holding.registry import Registry, registry
 from dblocks.holding.renewal import RenewalScheduler
-from tests.timing import DEADLINE
+from tests.support.timing import DEADLINE
 
 Locks = Callable[..., Lock]
 

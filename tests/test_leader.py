@@ -20,9 +20,9 @@ from testproject.shop.board import LEADER_LOCK
 from testproject.shop.leading import recommend
 from testproject.shop.models import Product, Recommendation
 from testproject.shop.sale import empty_shop
-from tests.commands import Commands
-from tests.fixtures import in_memory
-from tests.timing import DEADLINE, eventually, scaled
+from tests.support.commands import Commands
+from tests.support.fixtures import in_memory
+from tests.support.timing import DEADLINE, eventually, scaled
 
 
 @pytest.fixture

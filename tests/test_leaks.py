@@ -16,8 +16,8 @@ from django.db.models import QuerySet
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread, in_memory
-from tests.timing import DEADLINE, eventually
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE, eventually
 
 pytestmark = pytest.mark.usefixtures("committed")
 

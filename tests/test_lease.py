@@ -15,8 +15,8 @@ from django.db.backends.utils import CursorWrapper
 import dblocks
 from dblocks import Lease, LeaseLost, Lock, current_lease
 from dblocks.conf import backends
-from tests.fixtures import OtherThread
-from tests.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

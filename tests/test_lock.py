@@ -15,8 +15,8 @@ import pytest
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
 from dblocks.conf import backends
-from tests.fixtures import OtherThread, outranks
-from tests.timing import DEADLINE, SLACK, always, eventually, scaled, takes
+from tests.support.fixtures import OtherThread, outranks
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -31,9 +31,9 @@ from dblocks.management.rendering import cells_in
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
-from tests.factories import LockFactory, now, stored
-from tests.processes import Workers
-from tests.timing import DEADLINE, eventually
+from tests.support.factories import LockFactory, now, stored
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, eventually
 
 pytestmark = pytest.mark.usefixtures("committed")
 

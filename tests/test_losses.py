@@ -15,7 +15,7 @@ from django.db.backends.utils import CursorWrapper
 from dblocks import Lease, Lock
 from dblocks.holding import news
 from dblocks.models import DistributedLock
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

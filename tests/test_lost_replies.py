@@ -11,9 +11,9 @@ from django.db import connection
 
 from dblocks import Lease, distributed_lock, signals
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE
 from tests.test_failures import kill_session, lost_connection, own_session
-from tests.timing import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -15,8 +15,8 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
-from tests.factories import LockFactory, let_expire, now, stored
-from tests.timing import eventually
+from tests.support.factories import LockFactory, let_expire, now, stored
+from tests.support.timing import eventually
 
 pytestmark = pytest.mark.django_db
 

@@ -9,9 +9,9 @@ from django.db import connection, connections, transaction
 
 from dblocks import LockError, LockTimeout, distributed_lock, transaction_lock
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.timing import SLACK, takes
 from tests.testapp.models import Account
-from tests.timing import SLACK, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -31,10 +31,10 @@ from dblocks import (
 )
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
-from tests.documents import DOCS, files
-from tests.fixtures import OtherThread, in_memory
-from tests.processes import ROOT
-from tests.timing import SLACK, eventually
+from tests.support.documents import DOCS, files
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.processes import ROOT
+from tests.support.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
 SIGNALS = [

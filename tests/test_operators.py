@@ -15,10 +15,10 @@ import pytest
 from dblocks.management.commands import locks, run_locked
 from dblocks.management.rendering import as_json
 from dblocks.models import DistributedLock
-from tests.commands import environment
-from tests.factories import LockFactory
-from tests.fixtures import in_memory
-from tests.processes import ROOT
+from tests.support.commands import environment
+from tests.support.factories import LockFactory
+from tests.support.fixtures import in_memory
+from tests.support.processes import ROOT
 
 PAGE = (ROOT / "docs" / "operators.md").read_text()
 TIMEOUT = 50
@@ -45,7 +45,7 @@ def project(committed: None, tmp_path: Path) -> Path:
         program.chmod(0o755)
     (tmp_path / "manage.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        f"from tests.manage import main; main()\n"
+        f"from tests.support.manage import main; main()\n"
     )
     return tmp_path
 

@@ -17,8 +17,8 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, current_lease
-from tests.fixtures import OtherThread, in_memory, outranks
-from tests.timing import DEADLINE, SLACK, always, eventually
+from tests.support.fixtures import OtherThread, in_memory, outranks
+from tests.support.timing import DEADLINE, SLACK, always, eventually
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -27,9 +27,9 @@ from dblocks import (
 )
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
-from tests.fixtures import OtherThread, outranks
+from tests.support.fixtures import OtherThread, outranks
+from tests.support.timing import DEADLINE, SLACK, takes
 from tests.test_ownership import run
-from tests.timing import DEADLINE, SLACK, takes
 
 Export = Callable[..., Lock[Lease]]
 

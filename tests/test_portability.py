@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 POOR_SYSTEM = """
 import asyncio, importlib, os, pkgutil, signal, subprocess, sys, threading, time

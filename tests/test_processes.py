@@ -11,10 +11,10 @@ from django.db import connection
 
 from dblocks import Lock, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory, stored
-from tests.processes import Event, Worker, Workers
+from tests.support.factories import AccountFactory, stored
+from tests.support.processes import Event, Worker, Workers
+from tests.support.timing import DEADLINE, SLACK, always, eventually
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, always, eventually
 
 pytestmark = pytest.mark.usefixtures("committed")
 

@@ -14,9 +14,9 @@ from django.db.models import QuerySet
 from dblocks import distributed_lock, transaction_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import let_expire
-from tests.fixtures import OtherThread, in_memory
-from tests.timing import DEADLINE, SLACK, always, eventually
+from tests.support.factories import let_expire
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE, SLACK, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -21,13 +21,21 @@ from dblocks.signals import lock_acquired
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from testproject.shop.models import Order, Product
 from testproject.shop.sale import empty_shop
-from tests.commands import MANAGE, environment
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread, fitting, in_memory, outranks
-from tests.pages import DOCS, Examples
-from tests.processes import ROOT, Workers
-from tests.services import Redis
-from tests.timing import DEADLINE, SLACK, STEP, always, eventually, scaled, takes
+from tests.support.commands import MANAGE, environment
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread, fitting, in_memory, outranks
+from tests.support.pages import DOCS, Examples
+from tests.support.processes import ROOT, Workers
+from tests.support.services import Redis
+from tests.support.timing import (
+    DEADLINE,
+    SLACK,
+    STEP,
+    always,
+    eventually,
+    scaled,
+    takes,
+)
 
 Recipe = Callable[..., Any]
 

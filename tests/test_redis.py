@@ -31,11 +31,11 @@ from dblocks.conf import backends
 from tests.faults.crew import Crew
 from tests.faults.history import verify
 from tests.faults.proxy import Proxy
-from tests.fixtures import OtherThread
-from tests.processes import ROOT, Worker, Workers
-from tests.services import Redis
+from tests.support.fixtures import OtherThread
+from tests.support.processes import ROOT, Worker, Workers
+from tests.support.services import Redis
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.test_ownership import in_forked_child
-from tests.timing import DEADLINE, SLACK, eventually, scaled, takes
 
 pytestmark = pytest.mark.engine("redis")
 

@@ -18,10 +18,10 @@ from dblocks import LeaseLost, LockTimeout, distributed_lock
 from dblocks.backends.redis import scripts
 from dblocks.conf import backends
 from tests.faults.proxy import Proxy
-from tests.fixtures import OtherThread
-from tests.services import Redis
+from tests.support.fixtures import OtherThread
+from tests.support.services import Redis
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.test_redis import BACKEND
-from tests.timing import DEADLINE, SLACK, eventually, scaled, takes
 
 pytestmark = pytest.mark.engine("redis")
 

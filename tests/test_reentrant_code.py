@@ -16,9 +16,9 @@ from django.db import connection, connections
 from dblocks import Lease, LeaseLost, LockError, distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import AccountFactory, stored
-from tests.fixtures import in_memory
-from tests.processes import ROOT
+from tests.support.factories import AccountFactory, stored
+from tests.support.fixtures import in_memory
+from tests.support.processes import ROOT
 from tests.testapp.models import Account
 
 #: Seconds for one program in a process of its own; it ends by itself when it hangs.
@@ -30,7 +30,7 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(backend: str, key: str) -> Run:
-    """Run a program of ``tests.reentrant``, which must end well."""
+    """Run a program of ``tests.support.reentrant``, which must end well."""
     if backend == "default" and in_memory():
         pytest.skip("a database in memory belongs to one process")
 
@@ -39,7 +39,7 @@ def run(backend: str, key: str) -> Run:
             alias: connections[alias].settings_dict["NAME"] for alias in connections
         }
         arguments |= {"key": key, "backend": backend}
-        command = [sys.executable, "-m", "tests.reentrant", program]
+        command = [sys.executable, "-m", "tests.support.reentrant", program]
         ended = subprocess.run(
             [*command, json.dumps(arguments)],
             cwd=ROOT,

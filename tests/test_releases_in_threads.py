@@ -10,8 +10,8 @@ import pytest
 from django.db import connection
 
 from dblocks import Lease, Lock
-from tests.fixtures import OtherThread
-from tests.timing import DEADLINE
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -14,8 +14,8 @@ from django.db import connection
 from dblocks import Lease, Lock
 from dblocks.conf import backends
 from dblocks.signals import lock_lost
-from tests.fixtures import OtherThread
-from tests.timing import DEADLINE, SLACK, always, eventually
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, always, eventually
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

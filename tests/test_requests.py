@@ -15,10 +15,10 @@ from dblocks.conf import backends
 from dblocks.exceptions import InvalidKey
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_release_requested
-from tests.factories import LockFactory, stored
-from tests.fixtures import OtherThread, fitting
-from tests.processes import Workers
-from tests.timing import DEADLINE, SLACK, always, eventually, scaled
+from tests.support.factories import LockFactory, stored
+from tests.support.fixtures import OtherThread, fitting
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled
 
 LEASE = scaled(0.9)
 

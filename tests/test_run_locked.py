@@ -31,10 +31,18 @@ from dblocks.models import DistributedLock
 from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
 from dblocks.test import clear_locks, hold_elsewhere
-from tests.commands import Commands, environment, finish, gone, relay, running, state_of
-from tests.factories import stored
-from tests.fixtures import OtherThread, in_memory
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.commands import (
+    Commands,
+    environment,
+    finish,
+    gone,
+    relay,
+    running,
+    state_of,
+)
+from tests.support.factories import stored
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 SLEEP = "echo $$ >> {file}; exec sleep 60"
 #: Ignores SIGTERM, in the shell and in what it starts.
@@ -486,7 +494,7 @@ def test_closed_streams(commands: Commands, key: str) -> None:
     line = 'exec "$@" <&- >&- 2>&-'
     process = subprocess.Popen(
         [
-            *["sh", "-c", line, "sh", sys.executable, "-m", "tests.manage"],
+            *["sh", "-c", line, "sh", sys.executable, "-m", "tests.support.manage"],
             *["run_locked", key, *shell("echo $$ >> {file}; exit 4", file)],
         ],
         env=environment(),
@@ -504,7 +512,7 @@ class PseudoTerminal:
             try:
                 os.execvpe(
                     sys.executable,
-                    [sys.executable, "-m", "tests.manage", *arguments],
+                    [sys.executable, "-m", "tests.support.manage", *arguments],
                     environment(),
                 )
             finally:
@@ -597,7 +605,7 @@ def test_foreground_on_demand(
 ) -> None:
     """Where output goes elsewhere, the terminal is handed over when it is read."""
     file = commands.file()
-    manage = f"{sys.executable} -m tests.manage"
+    manage = f"{sys.executable} -m tests.support.manage"
     inner = "read line; echo got $line"
     script = f"echo ready; {manage} run_locked inner-{key} -- sh -c '{inner}' > {file}"
     session = terminal("run_locked", key, "--", "bash", "-c", script)
@@ -612,7 +620,7 @@ def test_suspend_key(
 ) -> None:
     """Ctrl-Z stops the command and the wrapper; continued, both go on."""
     file = commands.file()
-    manage = f"{sys.executable} -m tests.manage"
+    manage = f"{sys.executable} -m tests.support.manage"
     inner = f"echo $$ >> {file}; echo inner-ready; read line; exit 7"
     session = terminal(
         "run_locked",

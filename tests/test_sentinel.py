@@ -15,9 +15,9 @@ import redis
 from redis.exceptions import RedisError
 
 from dblocks import LeaseLost, LockTimeout, distributed_lock
-from tests.services import HOST, Redis
+from tests.support.services import HOST, Redis
+from tests.support.timing import DEADLINE, eventually
 from tests.test_redis import BACKEND, token_of
-from tests.timing import DEADLINE, eventually
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from dblocks.models import DistributedLock
 from dblocks.permits import row_key
 from dblocks.test import hold_elsewhere, move_clock
 from dblocks.waiting.queue import queues
-from tests.factories import AccountFactory, stored
-from tests.fixtures import OtherThread
-from tests.processes import Workers
-from tests.timing import DEADLINE, eventually
+from tests.support.factories import AccountFactory, stored
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, eventually
 
 Make = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from django.test import override_settings
 from dblocks import LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.timing import SLACK, scaled, takes
+from tests.support.timing import SLACK, scaled, takes
 
 pytestmark = pytest.mark.usefixtures("committed")
 

@@ -31,10 +31,10 @@ from dblocks import (
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread, fitting
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread, fitting
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.test_ownership import run
-from tests.timing import DEADLINE, SLACK, eventually, takes
 
 Together = Callable[..., Lock[Any]]
 

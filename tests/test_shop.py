@@ -18,8 +18,8 @@ from testproject.shop.meeting import let_carts_meet
 from testproject.shop.models import Order, Product
 from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
 from testproject.shop.selling import VARIANTS, Checkout, SoldOut, Variant
-from tests.fixtures import in_memory
-from tests.timing import DEADLINE
+from tests.support.fixtures import in_memory
+from tests.support.timing import DEADLINE
 
 SALE = Sale(stock=5, buyers=24, threads=2)
 PROCESSES = 3

@@ -35,11 +35,11 @@ from testproject.shop.models import Order, OrderItem, Product
 from testproject.shop.operators import PERMISSIONS, make_operators
 from testproject.shop.sale import empty_shop
 from testproject.shop.selling import stock_lock
-from tests.browser import NARROW, Browser, Window, launch
-from tests.factories import LockFactory, now
-from tests.fixtures import in_memory
-from tests.processes import ROOT
-from tests.timing import DEADLINE, eventually, scaled, takes
+from tests.support.browser import NARROW, Browser, Window, launch
+from tests.support.factories import LockFactory, now
+from tests.support.fixtures import in_memory
+from tests.support.processes import ROOT
+from tests.support.timing import DEADLINE, eventually, scaled, takes
 
 THREADS = 4
 THINKING = 0.15
@@ -79,7 +79,7 @@ class Server:
             with log.open("wb") as output:
                 self._child = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "gunicorn", "tests.wsgi"),
+                        *(sys.executable, "-m", "gunicorn", "tests.support.wsgi"),
                         *("--bind", f"fd://{listening.fileno()}"),
                         *("--workers", str(workers), "--preload"),
                         *("--worker-class", "gthread", "--threads", str(THREADS)),

@@ -12,8 +12,8 @@ from django.dispatch import Signal
 
 from dblocks import Lease, Lock, LockTimeout, signals
 from dblocks.models import DistributedLock
-from tests.fixtures import OtherThread
-from tests.timing import SLACK, eventually
+from tests.support.fixtures import OtherThread
+from tests.support.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -19,11 +19,11 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
 from dblocks.backends.database import file_locks
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
-from tests.processes import Workers
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, SLACK, STEP, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, STEP, eventually, takes
 
 pytestmark = pytest.mark.database_backend
 

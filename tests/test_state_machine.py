@@ -30,7 +30,7 @@ from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.permits import apart, row_key, row_keys
 from dblocks.test import clear_locks, move_clock
-from tests.factories import let_expire
+from tests.support.factories import let_expire
 
 locks = DistributedLock.objects
 RUNS = itertools.count()

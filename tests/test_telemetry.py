@@ -36,12 +36,12 @@ from dblocks import (
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.documents import DOCS, files
-from tests.fixtures import OtherThread
-from tests.processes import ROOT
-from tests.reentrant import AtLine
+from tests.support.documents import DOCS, files
+from tests.support.fixtures import OtherThread
+from tests.support.processes import ROOT
+from tests.support.reentrant import AtLine
+from tests.support.timing import SLACK, eventually, scaled
 from tests.test_ownership import in_forked_child
-from tests.timing import SLACK, eventually, scaled
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -14,7 +14,7 @@ from django.db import connections
 
 from dblocks import LockTimeout, distributed_lock
 from dblocks.test import hold_elsewhere
-from tests.timing import SLACK
+from tests.support.timing import SLACK
 
 pytestmark = [pytest.mark.django_db, pytest.mark.database_backend]
 

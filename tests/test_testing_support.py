@@ -29,9 +29,9 @@ from dblocks.backends.database import connections as lock_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
-from tests.fixtures import OtherThread, outranks
+from tests.support.fixtures import OtherThread, outranks
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -14,10 +14,10 @@ from django.db.transaction import TransactionManagementError
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock, signals
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]

@@ -29,11 +29,11 @@ from django.views import View
 from dblocks import LockError, LockTimeout, distributed_lock, transaction_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.factories import AccountFactory, stored
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory, stored
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.web import Site
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
-from tests.web import Site
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,10 @@ from dblocks import (
 )
 from dblocks.backends.database import connections as lock_connections
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory, let_expire, stored
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory, let_expire, stored
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, always, eventually, takes
 
 locks = DistributedLock.objects
 Locks = Callable[..., Lock]

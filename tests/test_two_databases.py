@@ -10,10 +10,10 @@ from django.db import NotSupportedError, connections, transaction
 
 from dblocks import LeaseLost, Lock, distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory
-from tests.fixtures import OtherThread
+from tests.support.factories import AccountFactory
+from tests.support.fixtures import OtherThread
+from tests.support.timing import always
 from tests.testapp.models import Account
-from tests.timing import always
 
 locks = DistributedLock.objects.using("locks")
 

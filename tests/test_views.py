@@ -35,9 +35,9 @@ from dblocks import Lease, LockTimeout, current_lease, distributed_lock
 from dblocks import transaction_lock as row_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.web import Site, use_template
 from tests.testapp.models import Account
-from tests.web import Site, use_template
 
 NOTE = "a note that is nobody's business"
 MIDDLEWARE = "dblocks.middleware.LockTimeoutMiddleware"
@@ -452,7 +452,7 @@ MAIN_ASYNC_VIEWS = pytest.mark.parametrize(
 @pytest.fixture(params=["WSGI", "ASGI"])
 def ask(request: pytest.FixtureRequest, site: Site, settings: Any) -> Any:
     """Ask a view for its page on a sync or an async stack, signed in."""
-    settings.MIDDLEWARE = ["tests.web.signed_in"]
+    settings.MIDDLEWARE = ["tests.support.web.signed_in"]
 
     def get(view: Any, url: str = "/", **headers: str) -> Any:
         if request.param == "WSGI":
@@ -533,7 +533,7 @@ def test_exceptions_pass(site: Site, lock: Any) -> None:
 @MAIN_VIEWS
 def test_lease_lost(site: Site, lock: Any, key: str, make: Any, settings: Any) -> None:
     """A lease that was lost in the view is an error like any other: 500."""
-    settings.MIDDLEWARE = ["tests.web.signed_in", MIDDLEWARE]
+    settings.MIDDLEWARE = ["tests.support.web.signed_in", MIDDLEWARE]
 
     def lose(**said: Any) -> None:
         DistributedLock.objects.force_release(key)
@@ -828,7 +828,7 @@ def test_middleware(
     ask: Any, settings: Any, lock: Any, elsewhere: Lease, kind: str, key: str
 ) -> None:
     """A LockTimeout that escapes any view is answered like a decorated view's."""
-    settings.MIDDLEWARE = ["tests.web.signed_in", MIDDLEWARE]
+    settings.MIDDLEWARE = ["tests.support.web.signed_in", MIDDLEWARE]
 
     def function(request: HttpRequest) -> HttpResponse:
         with lock():
@@ -869,7 +869,7 @@ def test_template_that_asks_the_database(
     ask: Any, settings: Any, lock: Any, make: Any, elsewhere: Lease
 ) -> None:
     """An async view's 423.html may need the database, as a base template does."""
-    settings.MIDDLEWARE = ["tests.web.lazily_signed_in"]
+    settings.MIDDLEWARE = ["tests.support.web.lazily_signed_in"]
     use_template(settings, "{{ user.real }} has to wait")
     response = ask(make(lock()))
     assert (response.status_code, response.content) == (423, b"0 has to wait")
@@ -1091,7 +1091,7 @@ def accounts(request: HttpRequest) -> str:
 def test_key_that_reads(site: Site, settings: Any, form: Any, text: Any) -> None:
     """In debug mode a key is warned about that is made of what a query reads."""
     settings.DEBUG = True
-    settings.MIDDLEWARE = ["tests.web.lazily_signed_in"]
+    settings.MIDDLEWARE = ["tests.support.web.lazily_signed_in"]
     (message,) = warned_by(site, form(text)(inside))
     assert "inside" in message
     assert "SELECT" in message

@@ -25,10 +25,10 @@ from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.zookeeper import nodes, sessions
 from dblocks.conf import backends
 from dblocks.permits import row_keys
-from tests.fixtures import OtherThread
-from tests.processes import ROOT, Workers
-from tests.services import HOST, Server, ZooKeeper, free_port
-from tests.timing import DEADLINE, SLACK, always, eventually, scaled, takes
+from tests.support.fixtures import OtherThread
+from tests.support.processes import ROOT, Workers
+from tests.support.services import HOST, Server, ZooKeeper, free_port
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 pytestmark = pytest.mark.engine("zookeeper")
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests import services
 from tests.faults import record
+from tests.support import services
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What the full counts take on one engine, about, on two cores.

@@ -17,11 +17,11 @@ import pytest
 from django.db import connection, connections
 
 from dblocks.models import DistributedLock, TokenFloor
-from tests import services
 from tests.faults.crew import Crew
 from tests.faults.proxy import Proxy
 from tests.faults.scale import SEED
-from tests.fixtures import beside, in_memory
+from tests.support import services
+from tests.support.fixtures import beside, in_memory
 from tests.testapp.models import Account
 
 

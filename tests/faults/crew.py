@@ -19,7 +19,7 @@ import pytest
 from django.db import connections
 
 from tests.faults.history import WHATS, Event
-from tests.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -11,13 +11,13 @@ from django.db.models import F, QuerySet
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory, let_expire
 from tests.faults import clocks
 from tests.faults.crew import Crew, Member
 from tests.faults.history import check, lost_updates
 from tests.faults.kinds import Asked, grants_in, row_of
 from tests.faults.kinds import kinds as each_kind
-from tests.timing import DEADLINE
+from tests.support.factories import AccountFactory, let_expire
+from tests.support.timing import DEADLINE
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -19,11 +19,11 @@ import pytest
 from django.db import connections
 
 from dblocks import distributed_lock
-from tests.factories import stored
 from tests.faults.crew import ROOT, Crew
 from tests.faults.scale import FULL, counts, pick
-from tests.fixtures import in_memory
-from tests.timing import DEADLINE, always, eventually
+from tests.support.factories import stored
+from tests.support.fixtures import in_memory
+from tests.support.timing import DEADLINE, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

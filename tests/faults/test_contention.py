@@ -13,12 +13,12 @@ from django.db import connection
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
-from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew
 from tests.faults.history import check, lost_updates, report, take_overs, verify
 from tests.faults.kinds import KINDS, Asked, grants_in, kinds, row_of
 from tests.faults.scale import FULL, SEED, counts, pick
-from tests.timing import DEADLINE, SLACK
+from tests.support.factories import AccountFactory, stored
+from tests.support.timing import DEADLINE, SLACK
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

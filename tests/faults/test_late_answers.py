@@ -14,8 +14,8 @@ import pytest
 from dblocks import Lease, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from tests.factories import stored
-from tests.timing import DEADLINE, always, eventually
+from tests.support.factories import stored
+from tests.support.timing import DEADLINE, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

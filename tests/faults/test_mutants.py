@@ -15,10 +15,10 @@ from django.db import connection, transaction
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import let_expire, stored
 from tests.faults.mutants import ALL, MUTANTS, ROOT, TIME_LIMIT, Mutant, survives
 from tests.faults.scale import FULL
-from tests.fixtures import in_memory
+from tests.support.factories import let_expire, stored
+from tests.support.fixtures import in_memory
 
 ENGINE = settings.DATABASES["default"]["ENGINE"].rpartition(".")[2]
 VENDOR = {"sqlite3": "sqlite"}.get(ENGINE, ENGINE)

@@ -14,13 +14,13 @@ from django.db import connection, connections
 
 from dblocks import LockTimeout, current_lease, distributed_lock
 from dblocks.models import DistributedLock, TokenFloor
-from tests.factories import stored
 from tests.faults.crew import Crew
 from tests.faults.history import late_renewals, verify
 from tests.faults.kinds import KINDS, Asked, each, kinds
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, LATE, POLL, SEED, counts, pick
-from tests.timing import DEADLINE, always, eventually
+from tests.support.factories import stored
+from tests.support.timing import DEADLINE, always, eventually
 
 pytestmark = [
     pytest.mark.usefixtures("committed", "server"),

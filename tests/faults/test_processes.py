@@ -15,13 +15,13 @@ import pytest
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.factories import AccountFactory, stored
 from tests.faults.crew import Crew, Member
 from tests.faults.history import lost_updates, row_name, verify
 from tests.faults.kinds import KINDS, Asked, grants_in, kinds, row_of
 from tests.faults.scale import FULL, POLL, SEED, counts, pick
+from tests.support.factories import AccountFactory, stored
+from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -15,15 +15,15 @@ from django.db import OperationalError, connection, connections
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock, TokenFloor
-from tests import services
-from tests.factories import stored
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew
 from tests.faults.history import Event, verify
 from tests.faults.kinds import KINDS, Asked, grants_in, row_of
 from tests.faults.scale import FULL, SEED, counts
+from tests.support import services
+from tests.support.factories import stored
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

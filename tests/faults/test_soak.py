@@ -13,15 +13,15 @@ import pytest
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connection, connections
 
 from dblocks.models import DistributedLock
-from tests import services
-from tests.factories import AccountFactory
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew, Member
 from tests.faults.history import Event, verify
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, SEED, counts, pick
+from tests.support import services
+from tests.support.factories import AccountFactory
+from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 

@@ -10,8 +10,8 @@ import pytest
 from django.db import connection, connections
 
 from dblocks.backends.database import dialects, session_locks
-from tests.processes import Fleet, Workers
-from tests.services import PgBouncer
+from tests.support.processes import Fleet, Workers
+from tests.support.services import PgBouncer
 
 MakePooler = Callable[..., PgBouncer]
 Orphan = Callable[[str], None]

@@ -8,7 +8,7 @@ import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.services import HOST, MariaDB, ServerError, free_port
+from tests.support.services import HOST, MariaDB, ServerError, free_port
 
 LIBRARY = Path("/usr/lib/galera/libgalera_smm.so")
 

@@ -17,9 +17,9 @@ from dblocks.backends.database import dialects
 from dblocks.conf import backends
 from dblocks.interventions import Intervention
 from dblocks.models import DistributedLock, TokenFloor
-from tests.fixtures import OtherThread
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, eventually
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, eventually
 from tests.topologies.galera import Node, cluster
 
 TRIES = int(os.environ.get("DBLOCKS_TOPOLOGIES_TRIES", "3"))

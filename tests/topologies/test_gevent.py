@@ -16,9 +16,9 @@ from django.db import connections
 from dblocks import distributed_lock
 from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock, TokenFloor
-from tests.processes import ROOT
-from tests.services import MariaDB
-from tests.timing import DEADLINE, scaled
+from tests.support.processes import ROOT
+from tests.support.services import MariaDB
+from tests.support.timing import DEADLINE, scaled
 
 pytestmark = pytest.mark.database_backend
 

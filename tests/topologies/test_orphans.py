@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from dblocks import distributed_lock
-from tests.fixtures import OtherThread
-from tests.processes import Workers
-from tests.timing import DEADLINE, scaled
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, scaled
 from tests.topologies.conftest import Orphan
 
 GRACE = 0.25

@@ -14,10 +14,10 @@ from django.db import connection, connections
 
 from dblocks import distributed_lock
 from dblocks.test import hold_elsewhere
-from tests.fixtures import OtherThread
-from tests.processes import Workers
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, eventually
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, eventually
 from tests.topologies.conftest import MakePooler
 
 PROCESSES = 4

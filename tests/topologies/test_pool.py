@@ -10,9 +10,9 @@ from django.db import connection, connections, transaction
 
 from dblocks import distributed_lock
 from dblocks.backends.database import connections as own
-from tests.fixtures import OtherThread
-from tests.processes import Workers
-from tests.timing import DEADLINE, always, eventually, takes
+from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, always, eventually, takes
 
 SIZE = 2
 TIMEOUT = 1

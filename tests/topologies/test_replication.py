@@ -16,10 +16,10 @@ from django.db.models import F
 
 from dblocks import LockError, distributed_lock
 from dblocks.models import DistributedLock, TokenFloor
-from tests.fixtures import OtherThread
-from tests.services import PostgreSQL, Standby
+from tests.support.fixtures import OtherThread
+from tests.support.services import PostgreSQL, Standby
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 from tests.testapp.models import Account
-from tests.timing import DEADLINE, SLACK, eventually, scaled
 
 ALIAS = "pair"
 THREADS = 4

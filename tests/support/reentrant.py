@@ -1,4 +1,6 @@
-"""Code that runs in the middle of dblocks: ``python -m tests.reentrant PROGRAM JSON``.
+"""Code that runs in the middle of dblocks.
+
+``python -m tests.support.reentrant PROGRAM JSON``.
 
 In a process of its own, on the test's database: what hangs there is ended, with its
 stack on stderr, and hangs nothing else.

@@ -22,22 +22,22 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from tests.timing import DEADLINE
+from tests.support.timing import DEADLINE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 Event = dict[str, Any]
 
 
 class Worker:
-    """One child process; it runs programs of ``tests.worker`` one after another."""
+    """A child process; it runs programs of ``tests.support.worker`` in turn."""
 
     def __init__(self) -> None:
         names = {
             alias: connections[alias].settings_dict["NAME"] for alias in connections
         }
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.worker"],
+            [sys.executable, "-m", "tests.support.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

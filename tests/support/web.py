@@ -19,9 +19,9 @@ from django.test.testcases import LiveServerThread
 from django.urls import path
 from django.utils.functional import SimpleLazyObject
 
-from tests.fixtures import OtherThread, in_memory
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.timing import DEADLINE
 from tests.testapp.models import Account
-from tests.timing import DEADLINE
 
 View = Callable[..., Any]
 
@@ -37,7 +37,7 @@ class Site:
 
     def serve(self, *views: Any) -> Client:
         """Put views at URLs; return a client to which an error is a response 500."""
-        urls: Any = ModuleType("tests.web.urls")
+        urls: Any = ModuleType("tests.support.web.urls")
         urls.urlpatterns = []
         for number, view in enumerate(views):
             prefix = f"{number}/" if number else ""

@@ -15,7 +15,7 @@ from django.test import override_settings
 from django.urls import path
 
 from dblocks import distributed_lock
-from tests.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually
 
 
 class Room:

@@ -9,7 +9,7 @@ moment when the process that started it is killed::
         server.kill()  # like a crash
         server.restart()  # the same port and data
 
-On the command line, ``python -m tests.services mariadb postgres`` starts servers,
+``python -m tests.support.services mariadb postgres`` starts servers,
 prints their URLs and runs them until it is interrupted.
 """
 
@@ -750,7 +750,7 @@ def exit_on_signals() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.services",
+        prog="python -m tests.support.services",
         description="Run private database servers until interrupted.",
     )
     parser.add_argument("servers", nargs="+", choices=SERVERS, metavar="SERVER")

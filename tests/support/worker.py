@@ -1,4 +1,4 @@
-"""The other process: ``python -m tests.worker`` runs programs on the test's database.
+"""The other process: ``python -m tests.support.worker`` on the test's database.
 
 A line ``{"word": PROGRAM, ...}`` starts a program; it answers with events and may wait
 for further words; ``done`` follows when it has ended.

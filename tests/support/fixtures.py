@@ -22,8 +22,8 @@ from django.test.utils import setup_databases, teardown_databases
 
 from dblocks import Lease, Lock, LockError, distributed_lock
 from dblocks.conf import backends
-from tests.processes import Fleet, Workers
-from tests.timing import DEADLINE
+from tests.support.processes import Fleet, Workers
+from tests.support.timing import DEADLINE
 
 SERIAL = itertools.count()
 
@@ -240,7 +240,7 @@ def fleet(django_db_setup: None) -> Iterator[Fleet]:
 
 @pytest.fixture
 def workers(committed: None, request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """Start programs of ``tests.worker`` in processes that see the test's database."""
+    """Start programs of ``tests.support.worker`` on the test's database."""
     if in_memory():
         pytest.skip("a database in memory belongs to one process")
     workers = Workers(request.getfixturevalue("fleet"))

@@ -16,14 +16,14 @@ from typing import Any
 
 from django.db import connections
 
-from tests.processes import ROOT
-from tests.timing import DEADLINE, eventually
+from tests.support.processes import ROOT
+from tests.support.timing import DEADLINE, eventually
 
-MANAGE = [sys.executable, "-m", "tests.manage"]
+MANAGE = [sys.executable, "-m", "tests.support.manage"]
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    """Return an environment in which ``tests.manage`` sees the test's databases.
+    """Return an environment for ``tests.support.manage`` on the test's databases.
 
     Args:
         changes: More to change in the default database's settings.

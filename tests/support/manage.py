@@ -1,4 +1,4 @@
-"""``python -m tests.manage``: Django's command line on the test's database.
+"""``python -m tests.support.manage``: Django's command line on the test's database.
 
 ``DBLOCKS_TEST_DATABASES`` holds, by alias, what is to be changed in ``DATABASES``.
 """
