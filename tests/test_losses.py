@@ -212,3 +212,12 @@ def test_all_have_been_told() -> None:
     with takes(at_least=0.2, at_most=0.2 + SLACK):
         news.settle(0.2)
     let_go.set()
+
+
+def test_one_is_only_about_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has not begun to run yet is waited for too."""
+    starting = threading.Thread(name=news.NEWS)
+    looks = [[starting], [starting], []]
+    monkeypatch.setattr(threading, "enumerate", lambda: looks.pop(0))
+    news.settle(DEADLINE)
+    assert looks == []

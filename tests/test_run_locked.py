@@ -935,7 +935,7 @@ def test_wrapper_stopped(commands: Commands, key: str) -> None:
     assert not any(running(pid) for pid in pids)
     process.send_signal(signal.SIGCONT)
     status, _, err = finish(process)
-    assert status == 76
+    assert status == 76, err
     assert "the lease is lost" in err
     assert lease.release() is True
 

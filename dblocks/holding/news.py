@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -95,9 +96,11 @@ def settle(seconds: float) -> None:
     What writes to standard error while the interpreter ends makes it abort.
     """
     until = clock.monotonic() + seconds
-    for thread in threading.enumerate():
-        if thread.name == NEWS:
-            thread.join(max(0.0, until - clock.monotonic()))
+    # A thread that is only just being started can't be joined.
+    while clock.monotonic() < until and any(
+        thread.name == NEWS for thread in threading.enumerate()
+    ):
+        time.sleep(0.01)
 
 
 def _run_one() -> None:
