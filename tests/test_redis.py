@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -462,6 +463,22 @@ def test_idle_connections_after_a_fault(
         client.send("PING")
     assert [each._sock for each in taken] == [None] * 3
     assert client.send("PING")
+
+
+def test_idle_connections_of_a_dropped_engine(settings: Any, shared: Redis) -> None:
+    """Settings that change leave no open socket to the garbage collector."""
+    settings.DBLOCKS = {"default": {"BACKEND": BACKEND, "LOCATION": shared.url()}}
+    client: Any = backends["default"]._server.client
+    assert client.send("PING")
+    [connection] = client._idle
+    sock = connection._sock
+    del client, connection
+    gc.disable()
+    try:
+        settings.DBLOCKS = {}
+        assert sock.fileno() == -1
+    finally:
+        gc.enable()
 
 
 # Waiters

@@ -112,8 +112,9 @@ def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
         master.kill()
     else:
         os.kill(master.pid, signal.SIGSTOP)
-    with pytest.raises(RedisError):
-        distributed_lock(key, owner="other").try_acquire()
+    # An error, or the replica's answer if it was promoted while the try went on.
+    with suppress(RedisError):
+        assert distributed_lock(key, owner="other").try_acquire() is None
     until_promoted(replica)
     # What was open to the old master costs one failure at most, not one each.
     with suppress(RedisError):

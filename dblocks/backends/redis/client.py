@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -73,6 +74,8 @@ class Client:
         self._patience = patience
         self._pid = os.getpid()
         self._idle: deque[Any] = deque()
+        # The collector would warn of sockets left to it: a connection is in a cycle.
+        weakref.finalize(self, _close, self._idle).atexit = False
         #: The server's name without user and password.
         self.name = _name(alias, location)
         try:
@@ -126,8 +129,9 @@ class Client:
     def _take(self) -> Any:
         """Return a connection that nobody else uses."""
         if self._pid != os.getpid():
-            # A forked child leaves its parent's alone.
-            self._pid, self._idle = os.getpid(), deque()
+            # Closed in a forked child alone: its parent's go on.
+            self._pid = os.getpid()
+            self.close()
         try:
             return self._idle.pop()
         except IndexError:
@@ -188,9 +192,13 @@ class Client:
 
     def close(self) -> None:
         """Close the connections that nobody uses."""
-        with suppress(IndexError):
-            while True:
-                self._idle.pop().disconnect()
+        _close(self._idle)
+
+
+def _close(connections: deque[Any]) -> None:
+    with suppress(IndexError):
+        while True:
+            connections.pop().disconnect()
 
 
 def _name(alias: str, location: str) -> str:
