@@ -19,6 +19,9 @@ from tests.support.pages import DOCS, PAGES, ROOT, Examples, name
 
 markdown = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
 
+README = ROOT / "README.md"
+SITE = "https://django-dblocks.readthedocs.io/en/latest/"
+
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 
@@ -37,15 +40,19 @@ def test_examples_run(page: Path, shop: None) -> None:
 
 
 def links(page: Path) -> list[str]:
-    """Return where a page's links and pictures lead, those outside left out."""
+    """Return where a page's links and pictures lead."""
     tokens = markdown.parse(page.read_text())
-    found = [
+    return [
         str(inline.attrs.get("href") or inline.attrs["src"])
         for token in tokens
         for inline in token.children or []
         if inline.type in {"link_open", "image"}
     ]
-    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def is_relative(link: str) -> bool:
+    """Return whether a link leads to a file beside the page."""
+    return not re.match(r"[a-z]+:", link)
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,12 +65,32 @@ def anchors(page: Path) -> set[str]:
 def test_links_resolve(page: Path) -> None:
     """Relative links lead to files, and their fragments to headings."""
     broken = []
-    for link in links(page):
+    for link in filter(is_relative, links(page)):
         path, _, fragment = unquote(link).partition("#")
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (fragment and fragment not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def is_published(link: str) -> bool:
+    """Return whether the documentation has what a link into it names."""
+    path, _, fragment = link.partition("#")
+    if path.startswith("_images/"):  # where Sphinx puts the pictures of its pages
+        picture = path.removeprefix("_")
+        return any(picture in links(page) for page in DOCS.glob("*.md"))
+    name, dot_html, _ = (path or "index.html").partition(".html")
+    page = DOCS / f"{name}.md"
+    return bool(dot_html) and page.exists() and fragment in {"", *anchors(page)}
+
+
+def test_readme_leads_into_the_documentation() -> None:
+    """The README is shown without the repository too, where only full links work."""
+    found = links(README)
+    assert not list(filter(is_relative, found))
+    inside = [link.removeprefix(SITE) for link in found if link.startswith(SITE)]
+    assert inside
+    assert not [link for link in inside if not is_published(link)]
 
 
 def test_pages_are_in_the_table_of_contents() -> None:
@@ -80,13 +107,13 @@ def test_pages_are_in_the_table_of_contents() -> None:
 
 
 def test_readme_is_short() -> None:
-    """The README stays under 250 lines; the rest is in the documentation."""
-    assert len((ROOT / "README.md").read_text().splitlines()) < 250
+    """The README stays under 200 lines; the rest is in the documentation."""
+    assert len(README.read_text().splitlines()) < 200
 
 
 def test_readme_names_the_commands_that_are_there() -> None:
     """The two commands stand in the README as they are typed, and can be run."""
-    readme = (ROOT / "README.md").read_text()
+    readme = README.read_text()
     for command in ("bin/demo", "bin/test"):
         assert f"\n$ {command}\n" in readme
         assert (ROOT / command).stat().st_mode & 0o111
