@@ -7,6 +7,7 @@ import platform
 import statistics
 import tempfile
 import time
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def of_machine() -> dict[str, str]:
     packages = [contender.package for contender in CONTENDERS]
     names = ["mysqlclient", "psycopg", "redis", *filter(None, packages)]
     return {
+        "date": date.today().isoformat(),
         "processors": str(os.cpu_count()),
         "processor": _processor(),
         "memory": f"{_memory() / 2**30:.1f} GiB",

@@ -122,6 +122,13 @@ def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ones, others, strict=True))
 
 
+def number(value: float) -> str:
+    """Return a figure with as many digits as make sense."""
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return a percentile; of a few values, the nearest that there is."""
     ordered = sorted(values)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import plots
+from benchmarks import plots, summary
 from benchmarks.contenders import CONTENDERS
-from benchmarks.figures import Figure, Scale, Verdict
+from benchmarks.figures import Figure, Scale, Verdict, number
 from benchmarks.measurements import MEASUREMENTS, TITLES, Measurement, ServerReport
 
 Reports = Mapping[str, ServerReport]
+
+METHOD = (
+    "`python -m benchmarks` writes this page.\n"
+    "It starts private servers with their own default durability, and measures "
+    "everything in one run.\n"
+    "Contenders take turns, in changing order.\n"
+    "Where a figure was measured several times, by processes of their own, it is the "
+    "median, and the least and the greatest follow in brackets.\n"
+    "Nothing but the lock is measured: the server is on the same machine."
+)
 
 BRIEF = ("processors", "load before the run", "Python", "Django")
 """What an extract says of the machine."""
@@ -20,14 +30,18 @@ def page(machine: Mapping[str, str], reports: Reports, how: Scale) -> str:
     """Return the whole page."""
     parts = [
         "# Benchmarks",
-        _introduction(how),
+        _introduction(machine, how),
+        "## In short",
+        summary.conclusions(reports),
+        *_pictures(reports),
+        "## How it was measured",
+        METHOD,
         "## Targets",
         targets(reports),
         *_faults(reports),
         "## Contenders",
         contenders_table(machine),
         *_measured(reports),
-        *_pictures(reports),
         "## Environment",
         environment_tables(machine, reports),
     ]
@@ -49,15 +63,13 @@ def extract(machine: Mapping[str, str], reports: Reports) -> str:
     return "\n\n".join(parts)
 
 
-def _introduction(how: Scale) -> str:
+def _introduction(machine: Mapping[str, str], how: Scale) -> str:
     text = (
-        "Written by `python -m benchmarks`, which starts private servers with their "
-        "own default durability and measures everything below in one run; the "
-        "figures are good for comparing with each other.\n"
-        "Contenders take turns, in changing order; where a figure was measured "
-        "several times, by processes of their own, it is the median, and the least "
-        "and the greatest follow in brackets.\n"
-        "Nothing but the lock is measured: the server is on the same machine."
+        "What locks cost, beside other locks and beside the least that a database can "
+        "do.\n"
+        f"Measured on {machine['date']} on one machine with {machine['processors']} "
+        "processors; [its environment](#environment) is at the end.\n"
+        "The figures are good for comparing with each other."
     )
     if how.quick:
         text += "\n\n**A quick run: its figures are for trying the command only.**"
@@ -68,13 +80,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def number(value: float) -> str:
-    """Return a figure with as many digits as make sense."""
-    if value >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def measured(figure: Figure) -> str:

@@ -26,6 +26,7 @@ from benchmarks.measurements import MEASUREMENTS, ServerReport
 from dblocks import signals
 
 GOOD = [Grant(1, 0.0, 0.0, 1.0, 1.1), Grant(2, 0.5, 1.25, 2.0, 2.1)]
+MACHINE = {"date": "2026-11-21", "processors": "2"}
 BAD = [*GOOD, Grant(3, 0.2, 1.5, 1.75, 1.8), Grant(4, 0.2, 1.9, 2.5, 2.6)]
 
 
@@ -88,7 +89,7 @@ def test_page_has_figures_targets_and_faults(
     reports: dict[str, ServerReport],
 ) -> None:
     """The page says what was measured, and whether it is enough."""
-    lines = report.page({"processors": "2"}, reports, QUICK).splitlines()
+    lines = report.page(MACHINE, reports, QUICK).splitlines()
     assert "| 1 | against two bare updates | 1.25 × (≤ 1.30 ×): met |" in lines
     assert "| 2 | faster than a peer | 2 × (≥ 2.50 ×): **not met** |" in lines
     assert "| 10 | only reported | 3 |" in lines
@@ -98,6 +99,19 @@ def test_page_has_figures_targets_and_faults(
     assert f"| {name} | django-db-mutex | 1,234 ms |" in lines
     assert "| MariaDB | sync_binlog | 0 |" in lines
     assert sum("images/benchmark-" in line for line in lines) == 1
+
+
+def test_page_begins_with_what_the_figures_come_to(
+    reports: dict[str, ServerReport],
+) -> None:
+    """Conclusions and pictures come before the first table, each with its figures."""
+    text = report.page(MACHINE, reports, QUICK)
+    beginning, _, _ = text.partition("\n| ")
+    assert "on 2026-11-21" in beginning
+    assert "  Acquire and release, p50: MariaDB 0.60 ms.\n" in beginning
+    assert "hand-off" not in beginning
+    assert "**1 of 2 [targets](#targets) was missed.**" in beginning
+    assert "images/benchmark-rows.png" in beginning
 
 
 def test_extract_has_only_what_was_measured(reports: dict[str, ServerReport]) -> None:
