@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import (
@@ -177,7 +178,7 @@ class LeaseBlock(ABC):
     # Renewing
 
     @sync_only
-    def renew(self, lease: object = None) -> None:
+    def renew(self, lease: float | timedelta | None = None) -> None:
         """Extend the lease from now.
 
         Args:
@@ -207,7 +208,7 @@ class LeaseBlock(ABC):
             time.sleep(0.01)
         self.check()
 
-    async def arenew(self, lease: object = None) -> None:
+    async def arenew(self, lease: float | timedelta | None = None) -> None:
         """:meth:`renew` for async code."""
         await call_in_thread(self._backend, lambda: self.renew(lease))
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -120,7 +121,7 @@ class Lock(Generic[L]):
     # Acquiring
 
     @sync_only
-    def acquire(self, timeout: object = UNSET) -> L:
+    def acquire(self, timeout: float | timedelta | None = UNSET) -> L:
         """Wait for the lock and take it.
 
         Args:
@@ -141,7 +142,7 @@ class Lock(Generic[L]):
         return self._acquire(self._attempts(timeout))
 
     @sync_only
-    def try_acquire(self, timeout: object = 0) -> L | None:
+    def try_acquire(self, timeout: float | timedelta | None = 0) -> L | None:
         """Take the lock and return the lease, or ``None`` when it stays taken.
 
         Args:
@@ -167,7 +168,7 @@ class Lock(Generic[L]):
         seen = backends[self.backend].read_all(list(chain.from_iterable(rows)))
         return any(first_free(seen, keys).remaining > 0 for keys in rows)
 
-    async def aacquire(self, timeout: object = UNSET) -> L:
+    async def aacquire(self, timeout: float | timedelta | None = UNSET) -> L:
         """:meth:`acquire` for async code; waits without holding a thread."""
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)
@@ -175,7 +176,7 @@ class Lock(Generic[L]):
             raise self._timed_out(found)
         return await self._aleases(attempts, found)
 
-    async def atry_acquire(self, timeout: object = 0) -> L | None:
+    async def atry_acquire(self, timeout: float | timedelta | None = 0) -> L | None:
         """:meth:`try_acquire` for async code."""
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)

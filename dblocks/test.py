@@ -19,7 +19,7 @@ from .holding.registry import registry
 from .holding.renewal import scheduler
 from .lease_blocks import sync_only
 from .locks import Lock
-from .validation import UNSET, Unset
+from .validation import UNSET
 
 __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
@@ -57,7 +57,7 @@ class hold_elsewhere:
         self,
         *keys: str,
         permits: int = 1,
-        lease: float | timedelta | Unset = UNSET,
+        lease: float | timedelta = UNSET,
         note: str = "",
         backend: str = DEFAULT_ALIAS,
     ) -> None:

@@ -20,7 +20,7 @@ from .decorators.decoratable import is_bare
 from .decorators.functions import RowCalls
 from .exceptions import LockError
 from .holding import owners
-from .validation import UNSET, Key, RowWait, Unset
+from .validation import UNSET, Key, RowWait
 
 if TYPE_CHECKING:
     from .models import DistributedLock
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def transaction_lock(
     *keys: Key,
-    timeout: float | timedelta | Unset | None = UNSET,
+    timeout: float | timedelta | None = UNSET,
     nowait: bool = False,
     skip_locked: bool = False,
     backend: str = DEFAULT_ALIAS,

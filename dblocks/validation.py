@@ -29,17 +29,17 @@ MAX_LEASE = 366 * 86400.0
 Key = str | Callable[..., str | Iterable[str]]
 """What is locked, or what makes that from the arguments of a decorated call."""
 
-OnLocked = Literal["raise", "skip"] | Callable[..., Any] | None
+OnLocked = Callable[..., Any] | Literal["raise", "skip"] | None
 
 
 class Unset:
-    """The default of arguments whose default is a setting."""
+    """The default of arguments whose default is a setting, or the lock's own."""
 
     def __repr__(self) -> str:
-        return "<from settings>"
+        return "…"  # in signatures: timeout=…
 
 
-UNSET = Unset()
+UNSET: Any = Unset()
 
 
 def key(value: object, longest: int = MAX_KEY) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import django
 from django.conf import settings
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,11 +40,31 @@ suppress_warnings = ["myst.header"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+python_maximum_signature_line_length = 80
 
 html_theme = "furo"
 html_title = f"dblocks {release}"
 html_copy_source = False
 html_show_sphinx = False
+
+
+def show_one_signature(app: Sphinx) -> None:
+    """Hide the overloads, which type checkers need and readers don't."""
+    for name in ("dblocks.distributed_locks", "dblocks.leases"):
+        analyzer = ModuleAnalyzer.for_module(name)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
+def drop_comments(app: Sphinx, doctree: nodes.document) -> None:
+    """Drop HTML comments: they hold what only the tests of the examples need."""
+    for node in list(doctree.findall(nodes.raw)):
+        if node.astext().startswith("<!--"):
+            node.parent.remove(node)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", show_one_signature)
+    app.connect("doctree-read", drop_comments)

@@ -130,7 +130,7 @@ class LeaseCalls(_Calls):
     def __init__(self, lock: Lock[Any], function: Any) -> None:
         super().__init__(lock, function, lock.note)
         self.excluded: set[str] = getattr(function, "_non_atomic_requests", set())
-        self.timeout: object = UNSET
+        self.timeout: float | None = UNSET
         self._default_note = function_note(function)
         if lock.on_locked == "skip":
             self.skip = 'on_locked="skip"'
