@@ -65,12 +65,13 @@ def distributed_lock(
     note: str | Callable[..., str] = "",
     backend: str = DEFAULT_ALIAS,
 ) -> Lock[Any]:
-    """Return a lock: a context manager, a decorator, and what hands out leases.
+    """Return a lock: a context manager, a decorator, and a source of leases.
 
-    At most one owner at a time, among all processes on the same database, has a lease
-    on a key; with ``permits``, at most so many. Re-entrant for the owner: the current
-    thread, asyncio task, or whoever presents the same ``owner=``. No I/O happens here;
-    it works at import time, and the lock may be shared by threads and used again. ::
+    At most one owner at a time holds a key, among all processes that use the same
+    backend; with ``permits``, at most that many owners. The owner is the current
+    asyncio task or thread, or whoever presents the same ``owner=``, and may take its
+    own lock again. Making a lock does no I/O and works at import time. One lock may be
+    shared by threads and used many times. ::
 
         with distributed_lock("import", lease=60) as lease:
             ...
@@ -83,60 +84,64 @@ def distributed_lock(
 
         with distributed_lock("export", permits=3) as lease: ...
 
-    Several keys are taken together, all or none, in one order of their own whatever
-    the order given, so that those who share keys can't deadlock each other; what is
-    handed out then is :class:`Leases`.
+    Several keys are taken together, all or none. dblocks sorts them first, so callers
+    that share keys can't deadlock each other. Entering the lock then gives
+    :class:`Leases`.
 
-    Entering waits for ``timeout`` and raises :exc:`LockTimeout` when somebody else had
-    the key all that time; a database error stays Django's own. The lease is renewed by
-    a thread of dblocks until the block is left. Leaving releases, and raises
-    :exc:`LeaseLost` if the lease was lost meanwhile, unless the body raised already.
+    Entering waits for ``timeout`` and raises :exc:`LockTimeout` if somebody else held
+    the key all that time. A database error stays Django's own. A thread of dblocks
+    renews the lease until the block ends. Leaving the block releases the lock. It
+    raises :exc:`LeaseLost` if the lease was lost in the meantime, unless the body has
+    raised already.
 
-    Nothing runs in the caller's transaction: inside ``atomic()`` a second connection is
-    used (on SQLite that is refused). A release inside a transaction is put off until
-    that has ended, by commit or by rollback.
+    Nothing runs in the caller's transaction: inside ``atomic()`` dblocks uses a second
+    connection, and on SQLite it refuses. A release inside a transaction is postponed
+    until that transaction ends, by commit or by rollback.
 
-    Durations are seconds or ``timedelta``. Times are the database's. Not guaranteed:
-    mutual exclusion by a lease alone ends with the lease; a holder that is paused for
-    longer is caught by ``atomic=True``, :meth:`Lease.guard` or the fencing token.
+    Durations are seconds or ``timedelta``. The database's clock decides when a lease is
+    over. A lease alone excludes others only while it lasts: to stop a holder that was
+    paused for longer, use ``atomic=True``, :meth:`Lease.guard` or the fencing token.
 
     Args:
-        keys: What is locked: one key or several, each up to 255 characters and
-            compared exactly; equal ones count once, and there may be 1,000. In the
-            decorator form ``str.format`` templates over the call's arguments, or
-            callables that get them and return a key or an iterable of keys.
-        permits: How many owners may have the key at a time, 1 to 1,000; not with
-            several keys. Callers that disagree see the permits below their own number.
-        timeout: How long to wait; ``0`` tries once, ``None`` waits for ever. Default:
-            setting ``TIMEOUT``, 3 s.
-        lease: How long it is held without being renewed, 0.1 s to 366 days; under 1 s
-            is for tests. Default: setting ``LEASE``, 30 s.
-        renew: Renew in the background, at a third of what ``remaining()`` starts from,
-            for as long as the lease is referred to.
-        max_hold: No renewal moves the expiry beyond this long after the acquisition;
-            ``None`` for no limit. Not with ``renew=False``.
-        hold_at_least: After an early release, by an exception too, the key stays taken,
-            *cooling*, until this long after the acquisition (Chubby's lock-delay, 2006,
-            and ShedLock's ``lockAtLeastFor`` are the models).
-        owner: An explicit owner id, up to 64 characters: whoever presents the same one,
-            in any thread, process or machine, re-enters. Default: made anew for each
+        keys: What to lock: one key or up to 1,000, each of 1 to 255 characters and
+            compared exactly; equal keys count once. As a decorator, ``str.format``
+            templates over the call's arguments, or callables that get those arguments
+            and return a key or an iterable of keys.
+        permits: How many owners may hold the key at a time, 1 to 1,000; one key only.
+            Callers that disagree see only the permits below their own number.
+        timeout: How long to wait. ``0`` tries once, ``None`` waits forever. Default:
+            the setting ``TIMEOUT``, 3 s.
+        lease: How long the lock is held without being renewed, 0.1 s to 366 days.
+            Below 1 s is for tests. Default: the setting ``LEASE``, 30 s.
+        renew: Renew in the background, each time a third of what ``remaining()`` starts
+            from has passed, for as long as something refers to the lease.
+        max_hold: No renewal extends the lease beyond this long after the acquisition.
+            ``None``, the default, sets no limit. Not with ``renew=False``.
+        hold_at_least: After an early release, even by an exception, the key stays
+            taken, or *cooling*, until this long after the acquisition. Default: 0.
+            Chubby's lock-delay (2006) and ShedLock's ``lockAtLeastFor`` are the models.
+        owner: An explicit owner id, up to 64 characters. Whoever presents the same id
+            re-enters, from any thread, process or machine. Default: a new id for each
             outermost acquisition.
-        atomic: Run the body in ``transaction.atomic()`` on the default database and
-            commit only while still holding. Not on async functions and blocks.
-        on_locked: Decorator form, when the wait ran out: ``None`` (a view answers 423,
-            any other call raises :exc:`LockTimeout`), ``"raise"``, ``"skip"`` (return
-            ``None`` without running, by default without waiting) or a callable
-            ``(exc, *args, **kwargs)`` whose result is returned. Refused on entering
-            in any other form.
-        note: Free text for people, up to 255 characters. In the decorator form a
-            template or a callable, like the key; by default the function's name, or
-            the method and the URL pattern of a view.
-        backend: Alias in the setting ``DBLOCKS``.
+        atomic: Run the body in ``transaction.atomic()`` on the database ``default``,
+            and commit only while the lock is still held. Sync code only.
+        on_locked: What a decorated call does when the wait runs out. ``None``: a view
+            answers 423, any other call raises :exc:`LockTimeout`. ``"raise"``: every
+            call raises it. ``"skip"``: return ``None`` without running, and don't wait
+            unless ``timeout`` is given; not for views. A callable: return what
+            ``on_locked(exc, *args, **kwargs)`` returns. For decorators only.
+        note: Free text for people, up to 255 characters. As a decorator, a template or
+            a callable, like the key; by default the function's name, or the method and
+            URL pattern of a view.
+        backend: An alias in the setting ``DBLOCKS``.
+
+    Returns:
+        Lock: Nothing is held until it is entered or acquired, or decorates a call.
 
     Raises:
         InvalidKey: The key can't name a lock.
-        TypeError: An argument, or what is decorated, is of the wrong type.
-        ValueError: An argument is out of range.
+        TypeError: An argument, or the decorated object, has the wrong type.
+        ValueError: An argument is out of range, or excludes another.
     """
     bare = len(keys) == 1 and timeout is lease is UNSET
     if bare and is_bare(keys[0], sys._getframe(1)):

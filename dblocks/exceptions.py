@@ -7,9 +7,9 @@ from datetime import datetime
 
 
 class LockError(Exception):
-    """The base of what dblocks raises about locks.
+    """The base class of what dblocks raises about locks.
 
-    Raised itself where both forms of a lock are nested by one owner on one key.
+    Raised itself when one owner nests both forms of a lock on one key.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -22,18 +22,20 @@ class InvalidKey(LockError, ValueError):
 
 
 class LockTimeout(LockError):
-    """The wait ran out while somebody else had the key.
+    """The wait ran out while somebody else held the key.
 
     It never stands for a fault of the database: those stay Django's own.
 
     Attributes:
-        key: The key that was asked for; of several, the one that stayed taken.
-        permit: The permit that will be free first, or ``None`` without permits.
+        key: The key that was asked for; of several keys, the one that stayed taken.
+        permit: The number of the permit that will be free first; ``None`` without
+            permits.
         backend: The alias of the backend in the setting ``DBLOCKS``.
-        timeout: How long the caller was ready to wait, in seconds.
-        holder: Who has it, for people (host, process, thread), or ``""``.
+        timeout: How long the caller was willing to wait, in seconds; ``None`` is
+            forever.
+        holder: Who holds it, for people (host, process, thread or task), or ``""``.
         note: The holder's note, or ``""``.
-        acquired_at: Since when, an aware UTC ``datetime``, or ``None``.
+        acquired_at: When the holder got it, an aware ``datetime`` in UTC, or ``None``.
         retry_after: Seconds until the holder's lease can end, at least 0.
     """
 
@@ -81,13 +83,14 @@ class LockTimeout(LockError):
 
 
 class LeaseLost(LockError):
-    """The lease is over although nobody released it: stop, somebody may follow.
+    """The lease is over although nobody released it. Stop: somebody else may follow.
 
     Attributes:
         key: The key of the lost lease.
-        fencing_token: Its token, or ``None`` on an engine without tokens.
-        reason: ``"expired"``, ``"taken"``, ``"forced"``, ``"backend"``,
-            ``"forked"``, or ``"released"`` for a lease that was given back before.
+        fencing_token: Its fencing token, or ``None`` on engines without tokens.
+        reason: ``"expired"``, ``"taken"``, ``"forced"``, ``"backend"`` or ``"forked"``,
+            as in :attr:`Lease.lost_reason`; ``"released"`` if the lease had been given
+            back.
     """
 
     _MEANINGS = {

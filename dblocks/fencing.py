@@ -35,13 +35,13 @@ class FencingTokenField(models.BigIntegerField):  # type: ignore[type-arg]
 
 
 class FencedQuerySet(models.QuerySet[Any]):
-    """Adds updates that an outdated holder can't make."""
+    """Adds updates that a holder with an outdated token can't make."""
 
     def fenced_update(self, fence: Fence, **values: Any) -> int:
-        """Update all rows of a filtered queryset, or none.
+        """Update all rows of a filtered queryset, or none of them.
 
         Args:
-            fence: The lease under which this is done, or its bare token.
+            fence: The lease that protects the update, or its bare token.
             values: As for ``update()``.
 
         Returns:
@@ -49,7 +49,8 @@ class FencedQuerySet(models.QuerySet[Any]):
 
         Raises:
             LeaseLost: One of the rows has seen a higher token.
-            TypeError: The queryset has no filter, or the fence is neither.
+            TypeError: The queryset has no filter, or ``fence`` is neither a lease with
+                a token nor a token.
             ValueError: The token is negative.
         """
         token = token_of(fence)
@@ -75,12 +76,12 @@ class FencedQuerySet(models.QuerySet[Any]):
 
 
 class FencedModel(models.Model):
-    """An abstract model whose rows remember the greatest fencing token they saw.
+    """An abstract model whose rows remember the greatest fencing token they have seen.
 
-    The resource's side of a fencing token (Kleppmann 2016): a holder that lost its
-    lock and doesn't know it comes with a smaller token than its successor and is
-    refused. Works wherever the data live, also in another database than the locks.
-    ``update()``, ``bulk_update()`` and ``delete()`` pass it by::
+    This is the resource's side of fencing (Kleppmann, 2016). A holder that has lost its
+    lock without knowing it brings a smaller token than its successor, and is refused.
+    Works wherever the data live, also in another database than the locks. ``update()``,
+    ``bulk_update()``, ``delete()`` and a plain ``save()`` check nothing. ::
 
         class Report(FencedModel):
             body = models.TextField()
@@ -98,14 +99,15 @@ class FencedModel(models.Model):
         abstract = True
 
     def save(self, *args: Any, fence: Fence = None, **kwargs: Any) -> None:
-        """Save; with ``fence``, only if the row has seen no higher token.
+        """Save the object; with ``fence``, only if its row has seen no higher token.
 
         Args:
-            fence: The lease under which this is done, or its bare token.
+            fence: The lease that protects the write, or its bare token.
 
         Raises:
-            LeaseLost: It has.
-            TypeError, ValueError: The fence is neither.
+            LeaseLost: The row has seen a higher token.
+            TypeError: ``fence`` is neither a lease with a token nor a token.
+            ValueError: The token is negative.
         """
         if fence is None:
             super().save(*args, **kwargs)

@@ -22,14 +22,16 @@ _DIGEST = "%sha256-"
 
 
 def make_key(*parts: str | int | UUID | date) -> str:
-    """Join parts to a key, so that different parts never give the same key.
+    """Join parts into a key, so that different parts never give the same key.
 
-    ``make_key("order", tenant, 7)`` is ``"order:acme:7"``. Parts of different types are
-    different: ``7`` and ``"7"`` give two keys, and so two locks; give the same thing
-    in the same type everywhere. In a string ``:`` is written ``%3A``, ``%`` is written
-    ``%25``, and one that would read as another type has ``'`` before it: ``"7"`` is
-    ``'7``. What doesn't fit into 255 characters gives way to a SHA-256 digest of the
-    whole; the beginning stays readable. No I/O. ::
+    ``make_key("order", "acme", 7)`` is ``"order:acme:7"``. Values of different types
+    are different parts: ``7`` and ``"7"`` give two keys, and so two locks. Pass the
+    same thing in the same type everywhere.
+
+    In a string, ``:`` becomes ``%3A`` and ``%`` becomes ``%25``. A string that would
+    read as another type gets a leading ``'``: ``"7"`` becomes ``'7``. A key that would
+    be longer than 255 characters is cut, and ends in a SHA-256 digest of the whole.
+    Does no I/O. ::
 
         with distributed_lock(make_key("order", tenant.slug, number)):
             ...
@@ -38,18 +40,18 @@ def make_key(*parts: str | int | UUID | date) -> str:
         def pay(request, number): ...
 
     Args:
-        parts: One or more of ``str``, ``int``, ``UUID`` and ``date``. Members of an
-            enumeration count as their value if they are ``str`` or ``int``.
+        parts: One or more values of type ``str``, ``int``, ``UUID`` or ``date``. A
+            member of an enumeration counts as its value if it is a ``str`` or ``int``.
 
     Returns:
-        A key of 1 to 255 characters. With ``permits`` a key must be shorter by the
-        number of the permit: keep parts short there.
+        A key of 1 to 255 characters. A lock with ``permits`` needs a few characters for
+        the number of the permit: keep the parts short there.
 
     Raises:
-        InvalidKey: There is no part; one is ``None``, for which all calls without a
-            value would share a lock; one holds NUL, U+001F or a lone surrogate.
-        TypeError: A part is of another type. ``bool``, ``float`` and ``datetime`` are
-            refused because equal ones can be written in different ways.
+        InvalidKey: There is no part, or a part is ``None`` (all calls without a value
+            would share one lock), or a part holds NUL, U+001F or a lone surrogate.
+        TypeError: A part has another type. ``bool``, ``float`` and ``datetime`` are
+            refused because equal values can be written in different ways.
     """
     if not parts:
         raise InvalidKey("make_key() needs at least one part: there is nothing to lock")

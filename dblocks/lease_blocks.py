@@ -66,7 +66,7 @@ class LeaseBlock(ABC):
 
     @property
     def backend(self) -> str:
-        """The alias of the backend in ``DBLOCKS``."""
+        """The alias of the backend in the setting ``DBLOCKS``."""
         return self._backend.alias
 
     @property
@@ -76,12 +76,12 @@ class LeaseBlock(ABC):
 
     @property
     def lost_reason(self) -> str | None:
-        """Why the lease is lost, or ``None``; of several, why the first was.
+        """Why the lease is lost, or ``None``. Of several leases, why the first was.
 
-        ``"expired"``, ``"taken"`` (somebody else has it), ``"forced"``
-        (force-released, and nobody has had it since), ``"backend"`` (the database was
-        out of reach until the deadline) or ``"forked"`` (a child process inherited
-        it).
+        ``"expired"``: its time ran out. ``"taken"``: somebody else has the lock.
+        ``"forced"``: it was force-released, and nobody has had it since. ``"backend"``:
+        the database was out of reach until the deadline. ``"forked"``: this is a child
+        process, and the lease belongs to its parent.
         """
         first = self._first_lost()
         return None if first is None else first._hold.lost_reason
@@ -92,30 +92,31 @@ class LeaseBlock(ABC):
 
     @property
     def release_requested(self) -> bool:
-        """Whether the holder is asked to finish; of several, that of any. No I/O.
+        """Whether the holder has been asked to finish; of several, whether any has.
 
-        Known at the next renewal, so with ``renew=False`` only if :meth:`renew` is
-        called. Nothing is taken away: see ``DistributedLock.objects.request_release``.
+        Does no I/O. The holder learns of the request with its next renewal, so with
+        ``renew=False`` only by calling :meth:`renew`. Nothing is taken away. See
+        ``DistributedLock.objects.request_release``.
         """
         return any(each._hold.release_requested for each in self._each())
 
     @property
     def held(self) -> bool:
-        """Whether the lock is held for all that is known here. No I/O.
+        """Whether the lock is held, as far as this process knows. Does no I/O.
 
-        Never true once the database would grant the key to somebody else, but for
-        three cases that :meth:`guard` covers: a force release, known at the next
-        renewal; a database clock that was set forward; and a suspended machine
-        without a clock that counts suspension.
+        Turns false before the database would grant the key to somebody else. There are
+        three exceptions, and :meth:`guard` covers all of them: a force release, which
+        is noticed at the next renewal; a database clock that is set forward; and a
+        machine that was suspended and has no clock that counts suspension.
         """
         return all(each._hold.is_live() and each._open for each in self._each())
 
     def remaining(self) -> float:
-        """Return the seconds that are left, 0.0 when over; of several, the least.
+        """Return the seconds that are left, 0.0 if none; of several leases, the fewest.
 
-        Counted on the local monotonic clock from before the last successful request
-        was sent, less a margin of max(10 % of the lease, 0.25 s), itself at most half
-        the lease.
+        Does no I/O. Counts on the local monotonic clock, from just before the last
+        successful request was sent, and leaves a margin: 10 % of the lease or 0.25 s,
+        whichever is more, but never more than half the lease.
         """
         return min(
             each._hold.remaining() if each._open else 0.0 for each in self._each()
@@ -143,18 +144,19 @@ class LeaseBlock(ABC):
     def guard(self, using: str | None = None) -> None:
         """Verify, in the caller's transaction, that the lock is still held.
 
-        Pins the lock's row until that transaction ends: nobody can take the lock over
-        before the commit. It asks the row, not the clock: overdue but not taken
-        passes. The holder's own renewals don't disturb it, at any isolation level.
-        The rows of several keys are verified in one statement, in the order of the
-        keys.
+        Pins the lock's row until that transaction ends, so nobody else can take the
+        lock before the commit. The row decides, not the clock: a lease that is overdue
+        but that nobody else has taken passes. The holder's own renewals don't disturb
+        the guard, at any isolation level. The rows of several keys are verified in one
+        statement, in the order of the keys.
 
         Args:
-            using: The alias of the transaction's database; default: the lock's.
+            using: The alias of the transaction's database. Default: the lock's.
 
         Raises:
-            LeaseLost: Somebody else may have the lock; let it roll back the block.
-            TransactionManagementError: There is no transaction open.
+            LeaseLost: Somebody else may hold the lock. Let the exception roll the block
+                back.
+            TransactionManagementError: No transaction is open.
             NotSupportedError: The backend has no guard, or the locks live in another
                 database.
         """
@@ -182,13 +184,13 @@ class LeaseBlock(ABC):
         """Extend the lease from now.
 
         Args:
-            lease: For how long, seconds or ``timedelta``; default: the lock's lease.
-                It never shortens and never passes ``max_hold``.
+            lease: For how long, in seconds or as a ``timedelta``. Default: the lock's
+                lease. A renewal never shortens a lease and never passes ``max_hold``.
 
         Raises:
-            LeaseLost: It is gone; a lost lease is never brought back.
-            DatabaseError: The database is out of reach, or a transaction has the row
-                pinned for longer than a second; the lease runs on as before.
+            LeaseLost: The lease is lost. A lost lease is never brought back.
+            DatabaseError: The database is out of reach, or a transaction has kept the
+                row locked for more than a second. The lease runs on as before.
         """
         seconds = None if lease is None else validation.lease(lease)
         self.check()
@@ -209,7 +211,7 @@ class LeaseBlock(ABC):
         self.check()
 
     async def arenew(self, lease: float | timedelta | None = None) -> None:
-        """:meth:`renew` for async code."""
+        """Async twin of :meth:`renew`."""
         await call_in_thread(self._backend, lambda: self.renew(lease))
 
     # Releasing
@@ -218,20 +220,20 @@ class LeaseBlock(ABC):
     def release(self) -> bool:
         """Give the lock back.
 
-        Idempotent. Inside an open transaction the lock is kept, and renewed, until
-        that transaction has ended, by commit or by rollback.
+        Calling it again does nothing. Inside an open transaction the lock is kept, and
+        renewed, until that transaction ends, by commit or by rollback.
 
         Returns:
-            ``True`` if it was held until now, ``False`` if it had been lost or given
-            back before.
+            ``True`` if the lock was held until now, ``False`` if it had been lost or
+            given back before.
 
         Raises:
-            DatabaseError: The database is out of reach; the lease is left to lapse.
+            DatabaseError: The database is out of reach. The lease is left to lapse.
         """
         return self._release_or_defer()
 
     async def arelease(self) -> bool:
-        """:meth:`release` for async code. Goes on if the task is cancelled."""
+        """Async twin of :meth:`release`. Finishes if the task is cancelled."""
         return await call_in_thread(self._backend, self._release_now)
 
     def _release_or_defer(self) -> bool:

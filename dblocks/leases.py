@@ -17,12 +17,12 @@ logger = logging.getLogger("dblocks")
 
 
 class Lease(LeaseBlock):
-    """The proof of holding a lock, for a bounded time that is renewed.
+    """The proof of holding a lock, for a limited time that is renewed.
 
-    A context manager that releases on leaving, and then raises :exc:`LeaseLost` if the
-    lease was lost meanwhile and the body raised nothing itself. May be handed to
-    another thread and released there. One that nothing refers to any more is renewed
-    no longer, with a ``ResourceWarning``. ::
+    As a context manager it releases the lock on leaving. Leaving raises
+    :exc:`LeaseLost` if the lease was lost in the meantime and the body raised nothing
+    itself. Another thread may be handed the lease and release it. When nothing refers
+    to a lease any more, it is no longer renewed, and a ``ResourceWarning`` says so. ::
 
         with distributed_lock("import") as lease:
             for row in rows:
@@ -68,30 +68,31 @@ class Lease(LeaseBlock):
 
     @property
     def key(self) -> str:
-        """What is locked."""
+        """The key that is held."""
         return self._hold.key
 
     @property
     def permit(self) -> int:
-        """Which of the lock's permits this is, from 0; of a plain lock, 0."""
+        """The number of the permit that is held, from 0; 0 without permits."""
         return self._hold.permit or 0
 
     @property
     def fencing_token(self) -> int | None:
         """A number greater than that of every earlier grant of this key, ever.
 
-        Re-entering gives the same one. A resource that remembers the greatest token
-        it has seen can refuse whoever comes with a smaller one (Kleppmann, "How to do
-        distributed locking", 2016). ``None`` on engines without tokens.
+        Re-entering gives the same number. A resource that remembers the greatest token
+        it has seen can refuse a smaller one (Kleppmann, "How to do distributed
+        locking", 2016). With permits, compare tokens of one permit only. ``None`` on
+        engines without tokens.
         """
         return self._hold.grant.version
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Call a function once, with the lease, when the lease is found lost.
+        """Call a function once, with this lease, when the lease is found to be lost.
 
-        It runs in a thread of dblocks, by the local deadline at the latest (after a
-        force release, at the next renewal); at once if the lease is lost already. Its
-        errors are logged.
+        The call comes from a thread of dblocks: at the local deadline at the latest,
+        and after a force release at the next renewal. If the lease is lost already, the
+        call comes at once. Exceptions that the function raises are logged.
         """
         self._hold.loss_callbacks.append((self._ref, callback))
         self._hold.note_overdue()
@@ -99,10 +100,10 @@ class Lease(LeaseBlock):
             news.call_back(self._hold.loss_callbacks)
 
     def on_release_requested(self, callback: Callable[[Lease], object]) -> None:
-        """Call a function once, with the lease, when the holder is asked to finish.
+        """Call a function once, with this lease, when the holder is asked to finish.
 
-        It runs in a thread of dblocks, after the next renewal; at once if that is known
-        already. Its errors are logged.
+        The call comes from a thread of dblocks after the next renewal, or at once if
+        the request is known already. Exceptions that the function raises are logged.
         """
         self._hold.request_callbacks.append((self._ref, callback))
         if self._hold.release_requested:
@@ -123,10 +124,11 @@ class Lease(LeaseBlock):
 
 
 class Leases(LeaseBlock, Mapping[str, Lease]):
-    """The leases of several keys that were taken together, by key.
+    """The leases of several keys that were taken together: a mapping by key.
 
-    Has the verbs of a :class:`Lease`, over all of them; a fencing token only each has.
-    When one is lost the others stay held until they are released. ::
+    Has the verbs of a :class:`Lease`, which act on all of them. Fencing tokens belong
+    to the single leases. If one lease is lost, the others stay held until they are
+    released. ::
 
         with distributed_lock("account:1", "account:2") as leases:
             leases["account:1"].fencing_token
@@ -163,9 +165,9 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
         return self is other
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Call a function once for each lease that is found lost, with that lease.
+        """Call a function once, with the lease, for each lease that is found lost.
 
-        As :meth:`Lease.on_lost`.
+        See :meth:`Lease.on_lost`.
         """
         for lease in self._in_order:
             lease.on_lost(callback)
@@ -173,7 +175,7 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
     def on_release_requested(self, callback: Callable[[Lease], object]) -> None:
         """Call a function once for each lease whose holder is asked to finish.
 
-        As :meth:`Lease.on_release_requested`.
+        It gets that lease. See :meth:`Lease.on_release_requested`.
         """
         for lease in self._in_order:
             lease.on_release_requested(callback)
@@ -196,11 +198,14 @@ def current_lease(key: str | None = None) -> Lease | Leases:
             order.fenced_update(current_lease(), shipped=True)
 
     Args:
-        key: Only of this key. Without, several that were taken together are their
-            :class:`Leases`.
+        key: Consider only the lease of this key. Without it, keys that were taken
+            together are returned as their :class:`Leases`.
+
+    Returns:
+        Lease | Leases: The lease; ``Leases`` only without ``key``.
 
     Raises:
-        LookupError: There is none.
+        LookupError: The current owner has no such lease.
     """
     lease: Lease | Leases | None = next(owners.current().leases(key), None)
     if lease is None:

@@ -37,25 +37,25 @@ L = TypeVar("L", bound=LeaseBlock)
 class Lock(Generic[L]):
     """A named lock: what to lock, and how.
 
-    Made by :func:`dblocks.distributed_lock`, which tells what it promises; used as a
-    context manager (``with``, ``async with``), as a decorator, or through
-    :meth:`acquire` and :meth:`try_acquire`.
+    Made by :func:`dblocks.distributed_lock`, which describes what it promises. Use it
+    as a context manager (``with``, ``async with``), as a decorator, or through
+    :meth:`acquire` and :meth:`try_acquire`. Making one does no I/O; threads and tasks
+    may share it.
 
-    Re-entrant for its owner: the current asyncio task; in sync code that asgiref runs
-    for a task, that one call; else the current thread; or whoever presents the same
-    ``owner=``. ::
+    Its owner may take it again: whoever presents the same ``owner=``; else the current
+    asyncio task; in sync code that asgiref runs for a task, that one call; else the
+    current thread. ::
 
         report = distributed_lock("report", timeout=0)
 
         lease = report.try_acquire()
         if lease is None:
-            return "somebody else is at it"
+            return "somebody else is making the report"
         with lease:
             ...
 
-    Attributes:
-        keys, permits, backend, owner, note, atomic, on_locked, renew: As given.
-        timeout, lease, max_hold, hold_at_least: As given, in seconds.
+    Its attributes have the names of :func:`~dblocks.distributed_lock`'s arguments.
+    Durations are in seconds.
     """
 
     keys: tuple[Key, ...]
@@ -84,7 +84,7 @@ class Lock(Generic[L]):
 
     @property
     def key(self) -> Key | None:
-        """The key of a lock that has one."""
+        """The key of a lock that has one, else ``None``."""
         return self.keys[0] if self._is_one else None
 
     def __call__(self, function: F) -> F:
@@ -125,32 +125,36 @@ class Lock(Generic[L]):
         """Wait for the lock and take it.
 
         Args:
-            timeout: Seconds or ``timedelta`` to wait; ``0`` tries once, ``None``
-                waits for ever. Default: the lock's.
+            timeout: How long to wait, in seconds or as a ``timedelta``. ``0`` tries
+                once, ``None`` waits forever. Default: the lock's own.
 
         Returns:
-            The :class:`Lease`, or for several keys their :class:`Leases`.
+            Lease | Leases: The :class:`Lease`; for several keys, their :class:`Leases`.
 
         Raises:
-            LockTimeout: Somebody else had the key all that time.
-            LockError: This thread's own transaction has the key's row locked.
+            LockTimeout: Somebody else held the key all that time.
+            LockError: This thread's own transaction has locked the key's row.
             SynchronousOnlyOperation: An event loop is running in this thread.
-            TransactionManagementError: It can't be taken beside the open transaction
-                (SQLite, or autocommit switched off by hand).
-            DatabaseError: The database's own; it never means "taken".
+            TransactionManagementError: The lock can't be taken beside the open
+                transaction (SQLite, or autocommit switched off by hand).
+            NotSupportedError: The backend can't keep what was asked for.
+            DatabaseError: A fault of the database. It never means "taken".
         """
         return self._acquire(self._attempts(timeout))
 
     @sync_only
     def try_acquire(self, timeout: float | timedelta | None = 0) -> L | None:
-        """Take the lock and return the lease, or ``None`` when it stays taken.
+        """Take the lock and return its lease, or ``None`` if it stays taken.
 
         Args:
-            timeout: As for :meth:`acquire`; default 0, don't wait.
+            timeout: As for :meth:`acquire`. Default: 0, which doesn't wait.
+
+        Returns:
+            Lease | Leases | None: As for :meth:`acquire`.
 
         Raises:
             LockError, TransactionManagementError, DatabaseError: As for
-                :meth:`acquire`; a fault is never ``None``.
+                :meth:`acquire`. A fault is never reported as ``None``.
         """
         attempts = self._attempts(timeout)
         found = get_all(attempts)
@@ -160,16 +164,18 @@ class Lock(Generic[L]):
     def locked(self) -> bool:
         """Tell whether anybody, the caller included, has a lease on the key.
 
-        With permits, whether all are taken; of several keys, whether one is. A key
-        that is cooling counts as locked. What a ``transaction_lock`` holds can't be
-        seen without waiting for it.
+        With permits, whether all of them are taken. With several keys, whether at least
+        one is taken. A key that is cooling counts as taken. What a ``transaction_lock``
+        holds can't be seen without waiting for it.
+
+        The answer may be out of date when you read it: to act on it, take the lock.
         """
         rows = [row_keys(key, self.permits) for key in self._distinct()]
         seen = backends[self.backend].read_all(list(chain.from_iterable(rows)))
         return any(first_free(seen, keys).remaining > 0 for keys in rows)
 
     async def aacquire(self, timeout: float | timedelta | None = UNSET) -> L:
-        """:meth:`acquire` for async code; waits without holding a thread."""
+        """Async twin of :meth:`acquire`. Waiting holds no thread."""
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)
         if isinstance(found, Refused):
@@ -177,7 +183,7 @@ class Lock(Generic[L]):
         return await self._aleases(attempts, found)
 
     async def atry_acquire(self, timeout: float | timedelta | None = 0) -> L | None:
-        """:meth:`try_acquire` for async code."""
+        """Async twin of :meth:`try_acquire`."""
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)
         if isinstance(found, Refused):
@@ -185,7 +191,7 @@ class Lock(Generic[L]):
         return await self._aleases(attempts, found)
 
     async def alocked(self) -> bool:
-        """:meth:`locked` for async code."""
+        """Async twin of :meth:`locked`."""
         return await call_in_thread(backends[self.backend], self.locked)
 
     def _distinct(self) -> list[str]:

@@ -12,7 +12,7 @@ from .exceptions import LockTimeout
 class LockTimeoutMiddleware(MiddlewareMixin):
     """Answers 423 Locked, as a decorated view does, instead of 500.
 
-    Works on sync and async stacks. Other errors, ``LeaseLost`` among them, pass.
+    Works on sync and async stacks. Lets all other errors pass, ``LeaseLost`` too.
     """
 
     def process_exception(

@@ -30,7 +30,7 @@ from .signals import announce_force_release, log_request
 
 
 class State(models.TextChoices):
-    """What a row means at this moment, by the database's clock."""
+    """The state of a lock at this moment, by the database's clock."""
 
     HELD = "held", pgettext_lazy("state of a lock", "held")
     EXPIRED = "expired", pgettext_lazy("state of a lock", "expired")
@@ -51,25 +51,24 @@ _STATES = {
 class LockQuerySet(models.QuerySet["DistributedLock"]):
     """The verbs of the lock table. Durations are seconds or ``timedelta``.
 
-    Each runs as one statement where it can, on the connection of the queryset's
-    database as it stands: inside ``atomic()`` in that transaction. To lock from
-    application code use :func:`dblocks.distributed_lock`, which keeps out of the
-    caller's transactions.
+    Each verb runs as one statement where it can, on the queryset's database, and inside
+    ``atomic()`` in that transaction. In application code use
+    :func:`dblocks.distributed_lock` instead: it stays out of the caller's transactions.
 
-    A lock of several permits has a row for each; ``permit``, from 0 to 999, names one.
-    Without it the verbs are about the row of a lock without permits.
+    A lock with permits has a row for each of them; ``permit``, from 0 to 999, names
+    one. Without ``permit`` a verb is about the row of a lock without permits.
     """
 
     def held(self) -> LockQuerySet:
-        """Return the locks that somebody holds, their time not over."""
+        """Return the locks that somebody holds and that are not overdue."""
         return self._in(State.HELD)
 
     def expired(self) -> LockQuerySet:
-        """Return the locks that were not released and are overdue."""
+        """Return the locks that are overdue: never released, their time is over."""
         return self._in(State.EXPIRED)
 
     def cooling(self) -> LockQuerySet:
-        """Return the locks released early and kept by ``hold_at_least``."""
+        """Return the locks that ``hold_at_least`` keeps after a release."""
         return self._in(State.COOLING)
 
     def free(self) -> LockQuerySet:
@@ -81,7 +80,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         return rows
 
     def with_state(self) -> LockQuerySet:
-        """Annotate ``state`` (see :class:`State`) and ``remaining``, in seconds."""
+        """Annotate ``state`` (a :class:`State`) and ``remaining``, in seconds."""
         whens = [When(q, then=Value(str(state))) for state, q in _STATES.items()]
         rows: LockQuerySet = self.annotate(
             state=Case(*whens, output_field=models.CharField()),
@@ -99,26 +98,25 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         note: str = "",
         permit: int | None = None,
     ) -> DistributedLock | None:
-        """Take a key for an owner without waiting.
+        """Take a key for an owner, without waiting for it.
 
         Args:
-            key: What is locked.
-            owner: Who takes it. The owner that holds it gets one more hold of the
-                same version.
-            lease: How long it is held unless renewed.
+            key: What to lock.
+            owner: Who takes it. An owner that holds the key already gets one more hold
+                of the same version.
+            lease: How long it is held unless it is renewed.
             holder: Who that is, for people.
             note: Free text for people.
-            permit: Which permit of the key; ``None`` for a lock without permits.
+            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
-            The row, or ``None`` when somebody else has it. Its ``key``,
-            ``owner`` and ``version`` come with it; the other fields are read when
-            they are asked for.
+            The row, or ``None`` if somebody else has the key. ``key``, ``owner`` and
+            ``version`` are loaded; the other fields are read when they are first used.
 
         Raises:
             InvalidKey: The key can't name a lock.
-            TypeError, ValueError: Another argument is unfit.
-            DatabaseError: Whatever the database says; it never means "taken".
+            TypeError, ValueError: Another argument has a wrong type or value.
+            DatabaseError: A fault of the database. It never means "taken".
         """
         self._for_write = True
         request = Request(
@@ -154,7 +152,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """Extend a grant to ``lease`` from now; an overdue one stays overdue.
 
         Returns:
-            Whether the grant was current and is extended.
+            Whether the grant was current and has been extended.
         """
         self._for_write = True
         row_key = validation.key_of_row(key, permit)
@@ -166,9 +164,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     def release(
         self, key: str, *, owner: str, version: int, permit: int | None = None
     ) -> bool:
-        """Give back one hold of a grant; the last one frees the key.
+        """Give back one hold of a grant. The last one frees the key.
 
-        Where the row has a ``min_until``, the key stays taken, *cooling*, until then.
+        If the row has a ``min_until``, the key stays taken, *cooling*, until then.
 
         Returns:
             Whether the grant was current.
@@ -188,20 +186,22 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         reason: str = "",
         permit: int | None = None,
     ) -> bool:
-        """Free a key over its holder's head, and fence the holder off.
+        """Take a key away from its holder, and fence that holder off.
 
-        The holder finds out at its next renewal or at its guard. Only a command under
-        ``run_locked`` is ended then.
+        The holder learns of it at its next renewal or at its guard. Its code is not
+        stopped, except a command that runs under ``run_locked``.
 
         Args:
-            version: Only this grant; a lock that changed hands is left alone.
-            older_than: Only if it has been held longer than this.
-            by: Who does it, for the signal and the history: a user, a name.
+            version: Release only the grant with this fencing token. A lock that has
+                changed hands is left alone.
+            older_than: Release only a lock that has been held for longer than this, in
+                seconds or as a ``timedelta``.
+            by: Who does it, for the signal and the history: a user or a name.
             reason: Why, for the same.
-            permit: Which permit of the key; ``None`` for a lock without permits.
+            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
-            Whether there was something to release and it was released.
+            Whether this call released something.
         """
         row_key = validation.key_of_row(key, permit)
         self._for_write = True
@@ -234,17 +234,18 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     ) -> bool:
         """Ask the holder of a key to finish. Nothing is taken away.
 
-        The holder finds out at its next renewal, by ``lease.release_requested``;
+        The holder learns of it at its next renewal, by ``lease.release_requested``;
         ``run_locked`` sends its command a SIGTERM. The request ends with the grant.
 
         Args:
-            version: Only this grant; a lock that changed hands is left alone.
-            by: Who asks, for the log and the history: a user, a name.
+            version: Ask only the grant with this fencing token. A lock that has changed
+                hands is left alone.
+            by: Who asks, for the log and the history: a user or a name.
             reason: Why, for the same.
-            permit: Which permit of the key; ``None`` for a lock without permits.
+            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
-            Whether somebody holds the lock, its time not over, and is asked.
+            Whether somebody holds the lock, not overdue, and has been asked.
         """
         row_key = validation.key_of_row(key, permit)
         self._for_write = True
@@ -274,14 +275,15 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         batch_size: int = 200,
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Delete rows whose key has been free, or overdue, for ``older_than``.
+        """Delete the rows of keys that have been free, or overdue, for ``older_than``.
 
-        Works in batches of ``batch_size`` rows, each in a transaction of its own that
-        locks only what it deletes and passes over rows that are at work, and rests
-        after each for as long as that took; on SQLite, which has one writer, longer.
+        Works in batches of ``batch_size`` rows. Each batch has a transaction of its
+        own, locks only what it deletes, and leaves out rows that are in use. After each
+        batch it pauses for as long as the batch took; on SQLite, which has one writer,
+        for longer.
 
         Args:
-            progress: Called after each batch with how many were deleted so far.
+            progress: Called after each batch with the number of rows deleted so far.
 
         Returns:
             How many rows were deleted.
@@ -303,11 +305,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         return deleted
 
     def waiters(self, key: str) -> Waiters:
-        """Tell who waits for a key, as far as the database knows.
+        """Return who waits for a key, as far as the database knows.
 
-        Those who wait for a permit are counted whichever they get.
-        On MariaDB, MySQL and PostgreSQL each process that waits counts once; one that
-        waits without a session lock, or has just begun to, isn't seen.
+        Those who wait for a permit count, whichever permit they get. On MariaDB, MySQL
+        and PostgreSQL each waiting process counts once; a process that waits without a
+        session lock, or has only just begun to wait, isn't seen.
         """
         key = validation.key(key)
         self._for_write = True
@@ -324,21 +326,20 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         skip_locked: bool = False,
         timeout: float | timedelta | None = None,
     ) -> DistributedLock | None:
-        """Lock a key's row in the current transaction, until that ends.
+        """Lock a key's row until the current transaction ends.
 
-        The database holds it; there is no lease. Excludes leases on the same key and
-        is excluded by them.
+        The database holds the lock; there is no lease. This lock and leases on the same
+        key exclude each other.
 
         Args:
-            nowait: Raise at once when the key is taken.
-            skip_locked: Return ``None`` when the key is taken.
-            timeout: How long to wait, seconds or ``timedelta``; ``None`` waits for
-                ever. Not together with the other two.
+            nowait: Raise at once if the key is taken.
+            skip_locked: Return ``None`` if the key is taken.
+            timeout: How long to wait, in seconds or as a ``timedelta``; ``None``, the
+                default, waits forever. Not with ``nowait`` or ``skip_locked``.
 
         Raises:
-            LockTimeout: The key was taken until the wait ran out. The transaction
-                stays usable.
-            TransactionManagementError: There is no transaction.
+            LockTimeout: The key stayed taken. The transaction stays usable.
+            TransactionManagementError: No transaction is open.
         """
         self._for_write = True
         given = validation.UNSET if timeout is None else timeout
@@ -361,26 +362,30 @@ class LockManager(models.Manager.from_queryset(LockQuerySet)):  # type: ignore[m
 
 
 class DistributedLock(models.Model):
-    """A named lock: who has it, until when, under which version.
+    """A named lock: who has it, until when, and with which version.
 
     Attributes:
-        key: The primary key: what is locked, compared exactly; of a permit, followed
-            by U+001F and its number.
-        lock_key, permit: The two apart: what is locked, and the permit's number from
-            0, ``None`` for a lock without permits.
-        owner: The owner's id; empty when nobody has it.
-        holder, note: Who that is and what for, for people; kept after a release.
-        hold_count: Acquisitions outstanding.
-        version: The fencing token of the latest grant; nothing lowers it.
-        acquired_at: Since when, in UTC; ``None`` after a force release.
-        expires_at: The key is free when this is in the database's past.
-        min_until: Until then the key stays taken after a release: the end of
-            ``hold_at_least``; ``None`` without.
-        max_until: No renewal moves ``expires_at`` beyond: the end of ``max_hold``;
-            ``None`` without.
-        release_requested_at: Since when the holder has been asked to finish; ``None``
-            if it has not.
-        state, remaining: As :meth:`LockQuerySet.with_state` annotates them.
+        key: What is locked, the primary key, compared exactly. The row of a permit has
+            U+001F and the permit's number after it.
+        lock_key: The key, without the number of a permit.
+        permit: The number of the permit, from 0; ``None`` without permits.
+        owner: The owner's id; empty when nobody has the lock.
+        holder: Host, process and thread or task, for people; kept after a release.
+        note: The holder's note; kept after a release.
+        hold_count: How many acquisitions are outstanding.
+        version: The fencing token of the latest grant. A force release adds one, and
+            nothing lowers it.
+        acquired_at: When it was granted, in UTC; ``None`` after a force release.
+        expires_at: When the key is free by itself, in UTC, by the database's clock.
+        min_until: The end of ``hold_at_least``, in UTC: after a release the key stays
+            taken until then. ``None`` without.
+        max_until: The end of ``max_hold``, in UTC: no renewal moves ``expires_at``
+            beyond it. ``None`` without.
+        release_requested_at: When the holder was first asked to finish, in UTC;
+            ``None`` if it has not been asked.
+        state: Annotated by :meth:`LockQuerySet.with_state`.
+        remaining: Annotated by :meth:`LockQuerySet.with_state`: seconds until
+            ``expires_at``.
     """
 
     key = ExactCharField(_("key"), max_length=255, primary_key=True)
@@ -420,12 +425,12 @@ class DistributedLock(models.Model):
 
     @property
     def lock_key(self) -> str:
-        """What is locked."""
+        """The key, without the number of a permit."""
         return apart(self.key)[0]
 
     @property
     def permit(self) -> int | None:
-        """Which permit of it, from 0; ``None`` for a lock without permits."""
+        """The number of the permit, from 0; ``None`` without permits."""
         return apart(self.key)[1]
 
 

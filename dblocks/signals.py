@@ -1,11 +1,11 @@
-"""What happens to locks, for outsiders: counting, logging, alerting.
+"""What happens to locks, for code outside: to count, log or alert.
 
-All signals are sent with ``send_robust``: a receiver that fails is logged by
-Django and can't break locking. ``sender`` is the class
-:class:`dblocks.locks.Lock`, for a force release the model. Every signal has ``key``
-(``str``), ``permit`` (its number, or ``None`` for a lock without permits) and, but for
-a force release, ``backend`` (the alias in ``DBLOCKS``); durations are seconds. Of
-several keys that are taken together each has signals of its own.
+All signals are sent with ``send_robust``: Django logs a receiver that fails, and it
+can't break locking. ``sender`` is the class :class:`dblocks.locks.Lock`; for a force
+release it is the model or the backend's class. Every signal has ``key`` (``str``),
+``permit`` (its number, or ``None`` for a lock without permits) and ``backend`` (the
+alias in ``DBLOCKS``; ``None`` for a force release through the model). Durations are
+seconds. Keys that are taken together have a signal each.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dblocks")
 
-#: ``owner``, ``fencing_token``, ``waited``, ``reentered`` (``bool``), ``lease``
-#: (the :class:`~dblocks.Lease`). Sent in the thread that acquired.
+#: Somebody got a lock. ``owner``, ``fencing_token``, ``waited``, ``reentered``
+#: (``bool``) and ``lease`` (the :class:`~dblocks.Lease`). Sent in the thread that
+#: acquired; for async code, in a thread of dblocks.
 lock_acquired = Signal()
 
-#: ``owner``, ``fencing_token``, ``held_for``, ``lease``. Sent when the last hold is
-#: given back, in the thread that released.
+#: The last hold was given back. ``owner``, ``fencing_token``, ``held_for`` and
+#: ``lease``. Sent in the thread that released; for async code, in a thread of dblocks.
 lock_released = Signal()
 
-#: ``owner``, ``fencing_token``, ``held_for``, ``reason``. Sent in a thread of
-#: dblocks, at the local deadline at the latest.
+#: A lease was lost. ``owner``, ``fencing_token``, ``held_for`` and ``reason``. Sent in
+#: a thread of dblocks, at the local deadline at the latest.
 lock_lost = Signal()
 
-#: ``owner``, ``fencing_token``, ``held_for``. Sent in the holder's process, in a thread
-#: of dblocks, when a renewal has told that somebody asks for the lock.
+#: Somebody asks the holder to finish. ``owner``, ``fencing_token`` and ``held_for``.
+#: Sent in the holder's process, in a thread of dblocks, when a renewal has learned it.
 lock_release_requested = Signal()
 
-#: ``waited``, ``holder``, ``note``, ``retry_after``. Sent when a wait ran out.
+#: A wait ran out. ``waited``, ``holder``, ``note`` and ``retry_after``.
 lock_timed_out = Signal()
 
-#: ``owner`` and ``fencing_token`` of the grant that was ended, ``holder``, ``by``
-#: (who did it: a user, a name or ``None``), ``reason`` (free text), ``using`` (the
-#: alias of the database; ``backend`` is ``None``).
+#: A lock was taken away from its holder. ``owner`` and ``fencing_token`` of the grant
+#: that was ended, ``holder``, ``by`` (who did it: a user, a name or ``None``),
+#: ``reason`` (free text) and ``using`` (the alias of the database, or ``None`` on
+#: other engines).
 lock_force_released = Signal()
 
 

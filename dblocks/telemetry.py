@@ -56,7 +56,7 @@ def instrument(
     meter_provider: metrics.MeterProvider | None = None,
     tracer_provider: trace.TracerProvider | None = None,
 ) -> None:
-    """Report to OpenTelemetry what this process's locks do. ::
+    """Report to OpenTelemetry what the locks of this process do. ::
 
         class ShopConfig(AppConfig):
             name = "shop"
@@ -64,18 +64,19 @@ def instrument(
             def ready(self):
                 telemetry.instrument()
 
-    Histograms ``dblocks.wait.duration`` and ``dblocks.hold.duration`` in seconds,
-    counters ``dblocks.acquired``, ``dblocks.timeouts``, ``dblocks.lost`` and
-    ``dblocks.force_released``, up-down counter ``dblocks.held``, and a span
+    Reports the histograms ``dblocks.wait.duration`` and ``dblocks.hold.duration`` in
+    seconds; the counters ``dblocks.acquired``, ``dblocks.timeouts``, ``dblocks.lost``
+    and ``dblocks.force_released``; the up-down counter ``dblocks.held``; and a span
     ``dblocks.acquire`` for each lock that was waited for. Re-entries don't count, and
     ``transaction_lock`` isn't seen.
 
-    May be called before a provider is set; without one nothing is reported. Called
-    again it changes nothing, or goes over to other providers. What fails in reporting
-    is logged, and never fails a lock.
+    May be called before a provider is set; without one, nothing is reported. Calling it
+    again changes nothing, or switches to other providers. An error while reporting is
+    logged and never fails a lock.
 
     Args:
-        meter_provider, tracer_provider: Default: the global ones.
+        meter_provider: Default: the global one.
+        tracer_provider: Default: the global one.
 
     Raises:
         ImproperlyConfigured: The setting ``DBLOCKS_TELEMETRY_KEYS`` can't be used.
@@ -91,7 +92,7 @@ def instrument(
 
 
 def uninstrument() -> None:
-    """Report nothing any more, as before :func:`instrument`."""
+    """Stop reporting; the opposite of :func:`instrument`."""
     signals.observer = None
     signals.lock_force_released.disconnect(dispatch_uid=UID)
     setting_changed.disconnect(dispatch_uid=UID)

@@ -25,32 +25,29 @@ __all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
 
 
 class hold_elsewhere:
-    """Somebody else holds a key, or several, for the time of the block. ::
+    """Let somebody else hold one key or several while the block runs. ::
 
         with hold_elsewhere("checkout", note="nightly import"):
             response = self.client.post("/checkout/")
         assert response.status_code == 423
 
-    The holder is an owner of its own, neither the current thread nor task: the block
-    is refused the key as by another process. Taken at once and, on the database,
-    outside the block's own transactions, or on the test's connection inside a
-    ``TestCase``; renewed until the end of the block, then released. In async tests:
+    The holder is an owner of its own, neither the current thread nor the current task.
+    Inside the block the key is refused as if another process held it. Entering takes
+    the key at once or raises :exc:`~dblocks.LockTimeout`. It gives the holder's
+    :class:`~dblocks.Lease` (with several keys, the :class:`~dblocks.Leases`), which may
+    be released before the block ends. The lease is renewed until the end of the block
+    and then released. On a database the lock is taken outside the block's own
+    transactions; inside a ``TestCase``, on the test's connection. In async tests use
     ``async with``.
 
     Args:
         keys: What is held.
-        permits: How many may hold the key at a time: the holder has one of them. For
-            a key that is taken altogether, open as many blocks.
-        lease: For how long without renewal; default: the backend's.
+        permits: How many owners may hold the key at a time; this holder gets one of
+            them. To take all permits, open that many blocks.
+        lease: How long the key is held without renewal, in seconds or as a
+            ``timedelta``. Default: the backend's.
         note: The holder's note.
-        backend: Alias in the setting ``DBLOCKS``.
-
-    Returns:
-        On entering, the holder's :class:`~dblocks.Lease` (of several keys the
-        :class:`~dblocks.Leases`), which can be released before the block's end.
-
-    Raises:
-        LockTimeout: On entering: the key is taken already.
+        backend: An alias in the setting ``DBLOCKS``.
     """
 
     def __init__(
@@ -96,27 +93,26 @@ class hold_elsewhere:
 
 
 def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> None:
-    """Let that much time pass for the locks, in no time. ::
+    """Let time pass for the locks, without waiting. ::
 
         with distributed_lock("import", lease=30) as lease:
             move_clock(31)
             assert not lease.held
 
-    As if this process had been suspended: nothing was renewed meanwhile, so that
-    leases shorter than this are lost when it returns (their callbacks run in a thread,
-    soon afterwards), and longer ones are renewed at the next moment.
+    The effect is that of suspending this process for so long: nothing is renewed in
+    between. Shorter leases are lost when the function returns; their callbacks run soon
+    afterwards, in a thread. Longer leases are renewed right away.
 
-    A server's clock can't be moved: its locks are made older instead, which comes to
-    the same for this process. Others, which share the test database, or the
-    ``KEY_PREFIX`` in Redis, but not the moved clock, find their leases shortened.
+    The clock of a server can't be moved. dblocks makes the server's locks older
+    instead, which has the same effect in this process. Other processes that share the
+    test database, or the ``KEY_PREFIX`` in Redis, find their leases shortened.
 
     Args:
-        seconds: Forward only; the clock is never set back.
-        backend: The alias of the backend whose locks grow older: a database, Redis or
-            ``LocMemBackend``.
+        seconds: How much time, in seconds or as a ``timedelta``; never negative.
+        backend: The alias of the backend: a database, Redis or ``LocMemBackend``.
 
     Raises:
-        NotImplementedError: The engine can't do that, as ZooKeeper can't.
+        NotImplementedError: The engine can't do this, like ZooKeeper.
     """
     by = validation.duration("seconds", seconds)
     # The rows first: a lease renewed in between is thought shorter than it is.
@@ -130,21 +126,20 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
 async def amove_clock(
     seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS
 ) -> None:
-    """:func:`move_clock` for async tests."""
+    """Async twin of :func:`move_clock`."""
     await sync_to_async(move_clock)(seconds, backend=backend)
 
 
 def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
-    """Free all keys of a backend, held and cooling ones; tokens go on rising.
+    """Free all keys of a backend, held or cooling. Fencing tokens go on rising.
 
-    For tests on ``LocMemBackend`` and Redis, where nothing rolls back what a test
-    leaves behind. Whoever still holds a lease finds it force-released.
+    For tests on ``LocMemBackend`` and Redis, where no rollback removes what a test
+    leaves behind. A lease that is still held is lost, as by a force release.
 
     Args:
-        backend: Alias in the setting ``DBLOCKS``, of a database, Redis or
-            ``LocMemBackend``.
+        backend: The alias of the backend: a database, Redis or ``LocMemBackend``.
 
     Raises:
-        NotImplementedError: The engine can't do that.
+        NotImplementedError: The engine can't do this, like ZooKeeper.
     """
     backends[backend].clear()

@@ -37,11 +37,12 @@ def transaction_lock(
 ) -> TransactionLock:
     """Return a lock that lasts as long as the caller's transaction.
 
-    ``SELECT … FOR UPDATE`` on the lock's row, in the transaction that is open on the
-    lock's database, or in one that it opens. The database holds it until that
-    transaction ends; there is no lease, nothing to renew and nothing to lose but the
-    connection. Excludes leases on the same key and is excluded by them. No I/O happens
-    here; it works at import time, and may be shared by threads and used again. ::
+    It locks the key's row with ``SELECT … FOR UPDATE``, in the transaction that is open
+    on the lock's database, or in one that it opens. The database holds the lock until
+    that transaction ends. There is no lease: nothing to renew, and nothing to lose but
+    the connection. This lock and a ``distributed_lock`` on the same key exclude each
+    other. Making it does no I/O and works at import time; it may be shared by threads
+    and used many times. ::
 
         @transaction_lock("stock:{product_id}", timeout=5)
         def sell(product_id): ...
@@ -50,29 +51,33 @@ def transaction_lock(
 
         with transaction_lock("account:1", "account:2") as rows: ...
 
-    The same transaction may lock a row again; nested with a lease of the same owner on
-    the same key it raises. For another transaction it waits in the database's own
-    queue, for a lease by reading. What the transaction has read before may be older
-    than the lock: take the lock first. On SQLite, which has no row locks, it takes the
-    database's write lock.
+    One transaction may lock the same row again. If the same owner has a lease on the
+    key, it raises :exc:`LockError`. It waits for other transactions in the database's
+    own queue, and for a lease by reading. Whatever the transaction read earlier may be
+    older than the lock: take the lock first. SQLite has no row locks; there it takes
+    the database's write lock.
 
     Args:
-        keys: As for :func:`distributed_lock`. The rows of several are locked in one
-            statement, in one order of their own, and come as a mapping by key.
-        timeout: Seconds or ``timedelta`` to wait, fractions kept; ``None`` waits for
-            ever. Default: setting ``TIMEOUT``, 3 s. Not with the other two.
-        nowait: Raise at once when the key is taken.
-        skip_locked: Yield ``None``, or skip the function, when the key is taken. Not
-            on views.
-        backend: Alias in the setting ``DBLOCKS``, of a database backend.
+        keys: As for :func:`distributed_lock`. The rows of several keys are locked in
+            one statement, in sorted order, and come as a mapping from key to row.
+        timeout: How long to wait, in seconds or as a ``timedelta``; fractions count.
+            ``None`` waits forever. Default: the setting ``TIMEOUT``, 3 s. Not with
+            ``nowait`` or ``skip_locked``.
+        nowait: Raise at once if the key is taken.
+        skip_locked: If the key is taken, yield ``None``, or skip the function. Not for
+            views.
+        backend: An alias in the setting ``DBLOCKS``, of a database backend.
+
+    Returns:
+        The lock. Nothing is locked until it is entered or called as decorated.
 
     Raises:
         InvalidKey: The key can't name a lock.
-        TypeError: An argument is of the wrong type, or what is decorated is async.
+        TypeError: An argument has the wrong type, or the decorated function is async.
         ValueError: An argument is out of range, or excludes another.
-        LockTimeout: On entering: the key stayed taken; the caller's transaction stays
+        LockTimeout: On entering: the key stayed taken. The caller's transaction stays
             usable.
-        LockError: On entering: the same owner holds a lease on the key.
+        LockError: On entering: the same owner has a lease on the key.
         NotSupportedError: On entering: the locks are in another database, or in none.
     """
     if timeout is UNSET and len(keys) == 1 and is_bare(keys[0], sys._getframe(1)):
@@ -84,10 +89,11 @@ def transaction_lock(
 
 
 class TransactionLock:
-    """A key whose row the database itself locks; made by ``transaction_lock()``.
+    """A key whose row the database itself locks. Made by :func:`transaction_lock`.
 
-    A context manager that yields the row, of several keys a mapping from key to row
-    (``None`` when skipped), or a decorator. May be shared by threads and used again.
+    As a context manager it yields the row; with several keys, a mapping from key to
+    row; when skipped, ``None``. It is a decorator as well. May be shared by threads and
+    used many times.
     """
 
     def __init__(

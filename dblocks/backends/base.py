@@ -251,10 +251,10 @@ class BaseBackend(ABC):
         reason: str = "",
         permit: int | None = None,
     ) -> bool:
-        """Free a key over its holder's head, and fence the holder off.
+        """Take a key away from its holder, and fence that holder off.
 
-        As the method of that name of ``DistributedLock.objects``, which only knows the
-        locks of a database.
+        Like the method of ``DistributedLock.objects``, which knows only the locks of a
+        database.
         """
         row_key = validation.key_of_row(key, permit)
         age = 0.0
@@ -289,8 +289,8 @@ class BaseBackend(ABC):
     ) -> bool:
         """Ask the holder of a key to finish. Nothing is taken away.
 
-        As the method of that name of ``DistributedLock.objects``, which only knows the
-        locks of a database.
+        Like the method of ``DistributedLock.objects``, which knows only the locks of a
+        database.
         """
         row_key = validation.key_of_row(key, permit)
         asked = self.ask_holder(row_key, version)

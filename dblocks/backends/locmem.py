@@ -72,11 +72,11 @@ forks.in_child(_after_fork_in_child)
 
 
 class LocMemBackend(BaseBackend):
-    """A table in this process's memory, one for each alias, on this process's clock.
+    """Locks in the memory of this process: one table per alias, the process's clock.
 
-    Keeps the contract of the database's backend within one process, with fencing
-    tokens and without a guard, and needs no database. What is held outlives the
-    ``override_settings`` block it was taken in.
+    Keeps the contract of the database backend within one process, with fencing tokens
+    but without a guard, and needs no database. What is held outlives the
+    ``override_settings`` block in which it was taken.
     """
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ class LocMemBackend(BaseBackend):
         """Do nothing: this is the local clock, which is moved for all."""
 
     def clear(self) -> None:
-        """Forget all locks of this alias; tokens go on rising."""
+        """Free all keys of this alias. Fencing tokens go on rising."""
         with self._table.mutex:
             versions = [row.version for row in self._table.rows.values()]
             # One more: whoever holds a forgotten lock finds it force-released.

@@ -51,12 +51,13 @@ T = TypeVar("T")
 
 
 class DatabaseBackend(DatabaseGuards, DatabaseChecks):
-    """One row a key, one conditional ``UPDATE`` a verb, the database's clock.
+    """Locks as rows of a table: one row per key, one conditional ``UPDATE`` per verb.
 
-    Option ``using``: the database alias; by default the router's for writing. Option
-    ``session_locks``: ``False`` where the server's session locks can't be relied on
-    (behind a pooler that gives each transaction another session); by default that is
-    found out as far as it can be.
+    The database's clock decides. ``OPTIONS`` may have ``using``, an alias in
+    ``DATABASES`` (default: where the router writes the lock's model), and
+    ``session_locks``: ``False`` where waiters can't rely on the server's session locks,
+    as behind a pooler that gives each transaction another session. By default dblocks
+    finds that out as far as it can.
     """
 
     has_table = True

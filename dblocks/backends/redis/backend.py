@@ -23,14 +23,14 @@ from .servers import Servers, locations
 
 
 class RedisBackend(Servers):
-    """A hash a key, a script a verb, the server's clock.
+    """Locks as hashes in Redis: one hash per key, one script per verb.
 
-    ``LOCATION``: ``redis://``, ``rediss://`` or ``unix://``. A list of several names
-    independent servers, of which a majority must agree (Redlock); grants have no
-    fencing tokens then. ``KEY_PREFIX``: what all names begin with; by default
-    ``dblocks:``. ``OPTIONS``: those of redis-py's connections; ``sentinels``, a list
-    of host and port, for a service that Sentinel watches, which ``LOCATION`` names in
-    place of a host.
+    The server's clock decides. ``LOCATION`` is a URL: ``redis://``, ``rediss://`` or
+    ``unix://``. A list of several URLs names independent servers, of which a majority
+    must agree (Redlock); its grants have no fencing tokens. ``KEY_PREFIX`` begins the
+    names of all keys in Redis; default: ``dblocks:``. ``OPTIONS`` takes what redis-py's
+    connections take, and ``sentinels``, a list of hosts and ports: the host in
+    ``LOCATION`` is then the name of the service that they watch.
     """
 
     def __new__(cls, alias: str, config: dict[str, Any]) -> Any:

@@ -37,18 +37,17 @@ FOR_OPERATORS = 10.0
 
 
 class ZooKeeperBackend(BaseBackend):
-    """Ephemeral nodes in ZooKeeper, of one session that a process has for all locks.
+    """Locks as ephemeral nodes in ZooKeeper, in one session per process.
 
-    ``LEASE`` is the session's timeout, and so every lease's; ``lease=`` may not differ.
-    A holder that is killed is found out by the server's clock. A fencing token is the
-    id of the transaction that made the holder's node.
+    ``LEASE`` is the session's timeout, and so the lease of all locks of the process; a
+    lock's ``lease=`` may not differ. The ensemble's clock finds a killed holder. A
+    fencing token is the id of the transaction that made the holder's node.
 
-    Not promised: ``hold_at_least``, guards, and one ``owner=`` in several processes,
-    which count as different owners here.
+    Not supported: ``hold_at_least``, guards, and one ``owner=`` in several processes,
+    which counts as a different owner in each.
 
-    Settings: ``LOCATION``, the servers (``"zk1:2181,zk2:2181"`` or a list);
-    ``KEY_PREFIX``, the path below which the locks are, by default ``"dblocks"``;
-    ``OPTIONS``, what kazoo's client is to be given.
+    ``LOCATION`` has the servers (``"zk1:2181,zk2:2181"`` or a list). ``KEY_PREFIX`` is
+    the path of the locks; default: ``"dblocks"``. ``OPTIONS`` goes to kazoo's client.
     """
 
     has_shared_owners = False
