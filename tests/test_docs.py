@@ -5,15 +5,20 @@ How examples are marked is said in ``tests.support.pages``.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
 from mdit_py_plugins.anchors import anchors_plugin
 
+import dblocks
+import dblocks.test
+from dblocks.models import LockQuerySet
 from testproject.shop.sale import empty_shop
 from tests.support.pages import DOCS, PAGES, ROOT, Examples, name
 
@@ -117,3 +122,24 @@ def test_readme_names_the_commands_that_are_there() -> None:
     for command in ("bin/demo", "bin/test"):
         assert f"\n$ {command}\n" in readme
         assert (ROOT / command).stat().st_mode & 0o111
+
+
+def public() -> dict[str, Any]:
+    """Return what the reference documents: functions, classes and their methods."""
+    found: dict[str, Any] = {}
+    modules = [(dblocks, dblocks.__all__), (dblocks.test, dblocks.test.__all__)]
+    for module, names in modules:
+        found.update({each: getattr(module, each) for each in names})
+    for kind in (dblocks.Lock, dblocks.Lease, dblocks.Leases, LockQuerySet):
+        for each, value in inspect.getmembers(kind, inspect.isfunction):
+            if not each.startswith("_") and value.__module__.startswith("dblocks."):
+                found[f"{kind.__name__}.{each}"] = value
+    return found
+
+
+@pytest.mark.parametrize("what", [pytest.param(v, id=k) for k, v in public().items()])
+def test_public_names_are_documented(what: Any) -> None:
+    """Each has a docstring, and a signature without the names of internals."""
+    assert inspect.getdoc(what)
+    if not isinstance(what, type):
+        assert not re.search(r"Unset|UNSET|<| at 0x", str(inspect.signature(what)))

@@ -1,4 +1,4 @@
-"""What an engine must have to keep locks, and what it may have."""
+"""What an engine must do to keep locks, and what else it may do."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _refuse_unknown(place: str, given: Iterable[str], known: frozenset[str]) -> 
 
 
 class Renewer(Protocol):
-    """What a renewal thread renews through."""
+    """What a renewal thread sends renewals through."""
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed: ...
 
 
 class BaseBackend(ABC):
-    """An engine. One object an alias serves all threads of the process.
+    """An engine. One object per alias serves all threads of the process.
 
-    Subclasses set the class attributes and implement the verbs. A verb that can't
-    reach the engine raises the engine's own error; it never answers "taken".
+    Subclasses set the class attributes and implement the verbs. A verb that can't reach
+    the engine raises the engine's own error; it never answers "taken".
     """
 
     #: Whether grants carry fencing tokens.
@@ -56,11 +56,11 @@ class BaseBackend(ABC):
     has_guard = False
     #: Whether the locks are rows, which the admin can show and the commands prune.
     has_table = False
-    #: Whether a look at a key costs no server anything.
+    #: Whether looking at a key asks no server.
     is_local = False
-    #: Whether an explicit owner may be at work in several processes.
+    #: Whether one explicit owner may hold locks in several processes.
     has_shared_owners = True
-    #: Whether a key can stay taken after it was released early.
+    #: Whether a key can stay taken after an early release.
     has_cooling = True
     #: Whether leases may differ in length.
     has_own_leases = True
@@ -68,11 +68,11 @@ class BaseBackend(ABC):
     has_movable_clock = True
     #: What OpenTelemetry's semantic conventions call its server (``db.system.name``).
     system: str | None = None
-    #: What it raises when it can't be reached, or can't do what it was asked to.
+    #: What it raises when it can't be reached, or can't do what was asked.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
-    #: Names that its entry in ``DBLOCKS`` may have, as that of every engine.
+    #: Names that the entry of every engine in ``DBLOCKS`` may have.
     common_names = frozenset({"BACKEND", "LEASE", "TIMEOUT", "RETRY_AFTER", "OPTIONS"})
-    #: Names that it may have besides.
+    #: Further names that its own entry may have.
     setting_names: frozenset[str] = frozenset()
     #: Names that ``OPTIONS`` may have; ``None`` for those of another library.
     option_names: frozenset[str] | None = frozenset()
@@ -104,44 +104,44 @@ class BaseBackend(ABC):
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         """Grant a key or say who has it, without waiting for it.
 
-        An explicit owner that has the key already is counted once more.
+        If an explicit owner has the key already, count one more hold.
 
         Args:
-            patience: How long, in seconds, faults that pass may be sat out; where
-                that is short, the engine's own patience counts.
+            patience: For how many seconds passing faults may be sat out. The engine's
+                own patience counts if it is longer.
         """
 
     @abstractmethod
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
-        """Extend a grant that has one more hold.
+        """Extend a grant that gets one more hold.
 
         Args:
-            count: How many holds there are then; ``None`` counts up, for an owner
+            count: How many holds there are afterwards. ``None`` adds one, for an owner
                 whose other holds this process can't see.
         """
 
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
-        """:meth:`read` for several keys; those that were ever taken.
+        """:meth:`read` for several keys. Leaves out keys that were never taken.
 
         Args:
-            patience: For how many seconds faults that pass may be sat out; by default
-                for the engine's own time.
+            patience: For how many seconds passing faults may be sat out. Default: the
+                engine's own patience.
         """
         return {key: seen for key in keys if (seen := self.read(key)) is not None}
 
     def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
-        """Look at the row of a key, or at those of its permits.
+        """Look at the row of a key, or at the rows of its permits.
 
         Returns:
-            Who has the key; of permits, the one that is free first.
+            Who has the key; of several permits, the one that will be free first.
         """
         return first_free(self.read_all(keys, patience), keys)
 
     @abstractmethod
     def read(self, key: str) -> Reading | None:
-        """Look at a key without touching it; ``None`` when it was never taken."""
+        """Look at a key without changing it; ``None`` if it was never taken."""
 
     @abstractmethod
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
@@ -149,14 +149,14 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
-        """Give back one hold, or all but ``count``; say whether it was current.
+        """Give back one hold, or all but ``count``; say whether the grant was current.
 
         The last one frees the key, or leaves it cooling.
 
         Args:
-            count: How many holds are left; ``None`` counts down, for an owner whose
+            count: How many holds are left. ``None`` takes one off, for an owner whose
                 other holds this process can't see.
-            deadline: Local clock before which the grant can't have run out.
+            deadline: The local clock's time before which the grant can't have run out.
         """
 
     # What an engine may do in fewer steps
@@ -164,40 +164,41 @@ class BaseBackend(ABC):
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
-        """Grant several free keys at once, or none; ``None`` if that can't be had now.
+        """Grant several free keys at once, or none; ``None`` if that isn't possible.
 
-        They are asked for one by one then, and who has one is found out.
+        After a ``None`` the caller asks for the keys one by one, and learns who has
+        one.
 
         Args:
-            request: For whom, and how; its own key is of no account.
+            request: For whom, and how; its own key is ignored.
         """
         return None
 
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
-        """:meth:`release` for several; return those that were current."""
+        """:meth:`release` for several grants. Return those that were current."""
         return {g for g in grants if self.release(g, count=count, deadline=deadline)}
 
     def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
-        """Give back grants of one owner that nobody has used; none of them cools."""
+        """Give back grants of one owner that nobody has used. None of them cools."""
         self.release_all(grants, count=0, deadline=deadline)
 
     # What an engine may have
 
     @property
     def using(self) -> str:
-        """The alias of the database that the locks are rows of."""
+        """The alias of the database whose rows the locks are."""
         raise NotSupportedError(
             f"The backend {self.alias!r} keeps no rows in a database."
         )
 
     def gate(self, request: Request) -> Gate | None:
-        """Return a new gate to queue at for a key, or ``None`` where there is none."""
+        """Return a new gate at which to queue for a key, or ``None`` without gates."""
         return None
 
     def renewal_session(self) -> AbstractContextManager[Renewer]:
-        """Return what a renewal thread renews through, for as long as it runs."""
+        """Return what a renewal thread renews through while it runs."""
         return nullcontext(self)
 
     def reason(self, grant: Grant) -> str:
@@ -210,7 +211,7 @@ class BaseBackend(ABC):
         return self.has_table and using == self.using
 
     def can_write(self) -> bool:
-        """Tell whether a re-entry can be recorded now, or is only counted here."""
+        """Tell whether a re-entry can be recorded now; else it is only counted here."""
         return True
 
     def guard(self, grants: Sequence[Grant], using: str | None) -> None:
@@ -227,18 +228,18 @@ class BaseBackend(ABC):
     def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
         """Guard the transactions on some databases that are about to commit.
 
-        The grants stay pinned until the outermost of them has ended.
+        The grants stay pinned until the outermost of the transactions has ended.
         """
         raise NotImplementedError
 
     # Operators
 
     def entries(self, key: str | None = None) -> Iterable[Entry]:
-        """Return what the engine knows of all locks, or of a key and its permits."""
+        """Return what the engine knows of all locks, or of one key and its permits."""
         raise NotSupportedError(f"The backend {self.alias!r} can't list its locks.")
 
     def waiters(self, key: str) -> Waiters:
-        """Tell who waits for a key, as far as the engine knows."""
+        """Return who waits for a key, as far as the engine knows."""
         return Waiters()
 
     def force_release(
@@ -271,7 +272,7 @@ class BaseBackend(ABC):
     def end_grant(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
-        """Free a row that has this version, or any, and was held for so many seconds.
+        """Free a row that was held for ``age`` seconds, with this version or any.
 
         Returns:
             Owner, holder and token of the grant that it ended, if it ended one.
@@ -302,7 +303,7 @@ class BaseBackend(ABC):
     def ask_holder(
         self, row_key: str, version: int | None
     ) -> tuple[str, str, int | None] | None:
-        """Note at a row that is held, with this version or any, that it is asked for.
+        """Record that somebody asks for a row that is held, with this version or any.
 
         Returns:
             Owner, holder and token of the grant, if there is one.
@@ -315,37 +316,37 @@ class BaseBackend(ABC):
         """Raise ``ImproperlyConfigured`` if what the settings name doesn't exist."""
 
     def check(self) -> Iterable[CheckMessage]:
-        """Yield what the choice of this engine calls for saying."""
+        """Yield messages about the choice of this engine."""
         return ()
 
     def check_connection(
         self, databases: Sequence[str] | None
     ) -> Iterable[CheckMessage]:
-        """Yield what the settings tell of the engine's server, without asking it.
+        """Yield messages about the settings of the engine's server, without asking it.
 
-        Only if it is in one of these databases; with ``None`` in any case.
+        Only if the server is one of these databases; with ``None``, always.
         """
         return ()
 
     def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
-        """Yield what the server tells, if the locks are in one of these databases."""
+        """Ask the server, if it is one of these databases, and yield messages."""
         return ()
 
     # Tests
 
     def renewal_bar(self) -> Callable[[], bool] | None:
-        """Return what tells whether a renewal would harm the calling thread's work.
+        """Return a function that tells whether a renewal would harm this thread's work.
 
-        Asked from other threads, for as long as what is acquired here is held.
+        Other threads call it, for as long as what is acquired here is held.
         """
         return None
 
     def test_connection(self) -> object:
-        """Return the connection that a grant is bound to inside a ``TestCase``."""
+        """Return the connection to which a ``TestCase`` binds a grant, if any."""
         return None
 
     def is_in_test_case(self) -> bool:
-        """Tell whether a ``TestCase`` in any thread wraps what runs on this engine."""
+        """Tell whether a ``TestCase`` in any thread wraps work on this engine."""
         return False
 
     def owe(  # noqa: B027
@@ -356,7 +357,7 @@ class BaseBackend(ABC):
     ) -> None:
         """Remember a renewal that only a test's own connection can make.
 
-        ``answer`` is called with what became of it.
+        ``answer`` is called with the outcome.
         """
 
     def move_clock(self, seconds: float) -> None:
