@@ -57,6 +57,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
 
     A lock with permits has a row for each of them; ``permit``, from 0 to 999, names
     one. Without ``permit`` a verb is about the row of a lock without permits.
+
+    A key that can't name a lock is an :exc:`~dblocks.InvalidKey`, and another wrong
+    argument a ``TypeError`` or ``ValueError``. A fault of the database is Django's
+    ``DatabaseError``; it never means "taken".
     """
 
     def held(self) -> LockQuerySet:
@@ -72,7 +76,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         return self._in(State.COOLING)
 
     def free(self) -> LockQuerySet:
-        """Return the locks that nobody holds."""
+        """Return the locks that were released and whose keys are free."""
         return self._in(State.FREE)
 
     def _in(self, state: Any) -> LockQuerySet:
@@ -107,16 +111,10 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             lease: How long it is held unless it is renewed.
             holder: Who that is, for people.
             note: Free text for people.
-            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
             The row, or ``None`` if somebody else has the key. ``key``, ``owner`` and
             ``version`` are loaded; the other fields are read when they are first used.
-
-        Raises:
-            InvalidKey: The key can't name a lock.
-            TypeError, ValueError: Another argument has a wrong type or value.
-            DatabaseError: A fault of the database. It never means "taken".
         """
         self._for_write = True
         request = Request(
@@ -192,13 +190,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         stopped, except a command that runs under ``run_locked``.
 
         Args:
-            version: Release only the grant with this fencing token. A lock that has
-                changed hands is left alone.
+            version: Release only the grant with this fencing token, no later one.
             older_than: Release only a lock that has been held for longer than this, in
                 seconds or as a ``timedelta``.
             by: Who does it, for the signal and the history: a user or a name.
             reason: Why, for the same.
-            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
             Whether this call released something.
@@ -238,11 +234,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         ``run_locked`` sends its command a SIGTERM. The request ends with the grant.
 
         Args:
-            version: Ask only the grant with this fencing token. A lock that has changed
-                hands is left alone.
+            version: Ask only the grant with this fencing token, no later one.
             by: Who asks, for the log and the history: a user or a name.
             reason: Why, for the same.
-            permit: The number of the permit; ``None`` for a lock without permits.
 
         Returns:
             Whether somebody holds the lock, not overdue, and has been asked.
@@ -310,6 +304,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Those who wait for a permit count, whichever permit they get. On MariaDB, MySQL
         and PostgreSQL each waiting process counts once; a process that waits without a
         session lock, or has only just begun to wait, isn't seen.
+
+        Returns:
+            ``number`` (``None`` if unknown), ``since`` and ``names``.
         """
         key = validation.key(key)
         self._for_write = True
@@ -334,11 +331,15 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Args:
             nowait: Raise at once if the key is taken.
             skip_locked: Return ``None`` if the key is taken.
-            timeout: How long to wait, in seconds or as a ``timedelta``; ``None``, the
-                default, waits forever. Not with ``nowait`` or ``skip_locked``.
+            timeout: How long to wait; ``None``, the default, waits forever. Not with
+                ``nowait`` or ``skip_locked``.
+
+        Returns:
+            The row.
 
         Raises:
             LockTimeout: The key stayed taken. The transaction stays usable.
+            LockError: The current owner has a lease on the key.
             TransactionManagementError: No transaction is open.
         """
         self._for_write = True
@@ -373,8 +374,7 @@ class DistributedLock(models.Model):
         holder: Host, process and thread or task, for people; kept after a release.
         note: The holder's note; kept after a release.
         hold_count: How many acquisitions are outstanding.
-        version: The fencing token of the latest grant. A force release adds one, and
-            nothing lowers it.
+        version: The latest fencing token. It never falls; a force release adds one.
         acquired_at: When it was granted, in UTC; ``None`` after a force release.
         expires_at: When the key is free by itself, in UTC, by the database's clock.
         min_until: The end of ``hold_at_least``, in UTC: after a release the key stays
