@@ -368,8 +368,6 @@ class DistributedLock(models.Model):
     Attributes:
         key: What is locked, the primary key, compared exactly. The row of a permit has
             U+001F and the permit's number after it.
-        lock_key: The key, without the number of a permit.
-        permit: The number of the permit, from 0; ``None`` without permits.
         owner: The owner's id; empty when nobody has the lock.
         holder: Host, process and thread or task, for people; kept after a release.
         note: The holder's note; kept after a release.
@@ -384,8 +382,7 @@ class DistributedLock(models.Model):
         release_requested_at: When the holder was first asked to finish, in UTC;
             ``None`` if it has not been asked.
         state: Annotated by :meth:`LockQuerySet.with_state`.
-        remaining: Annotated by :meth:`LockQuerySet.with_state`: seconds until
-            ``expires_at``.
+        remaining: Seconds until ``expires_at``, annotated likewise.
     """
 
     key = ExactCharField(_("key"), max_length=255, primary_key=True)
