@@ -103,6 +103,7 @@ ONCE = {
     "sentinel": "redis",  # the same
     "settings": "sqlite",  # how a setting is read
     "signals": "sqlite",  # what is sent to whom
+    "tutorial": "sqlite",  # the page's own project, on SQLite
     "zookeeper": "zookeeper",  # an engine's own ways
 }
 """The modules for which no database matters, and the configuration that has them."""
@@ -121,6 +122,7 @@ LONG = {
     "leaks",
     "reentrant_code",
     "shop_site",
+    "tutorial",
     "user_projects",
 }
 """The modules that take long."""
@@ -148,6 +150,7 @@ SECONDS = {
     "recipes": 15,
     "shop": 15,
     "shop_site": 15,
+    "tutorial": 60,
     "zookeeper": 60,
 }
 """How long modules take, more or less, while other runs go on."""
