@@ -98,6 +98,7 @@ ONCE = {
     "locale": "sqlite",  # the catalogues
     "locmem": "sqlite",  # another engine
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
+    "queues": "sqlite",  # libraries for tasks, in a project of their own
     "redis": "redis",  # another engine, on servers of its own
     "redlock": "redis",  # the same
     "sentinel": "redis",  # the same
@@ -121,6 +122,7 @@ LONG = {
     "demo",
     "leaks",
     "reentrant_code",
+    "queues",
     "shop_site",
     "tutorial",
     "user_projects",
@@ -143,6 +145,7 @@ SECONDS = {
     "async": 20,
     "lock": 20,
     "permits": 10,
+    "queues": 25,
     "processes": 20,
     "several_keys": 10,
     "transactions": 20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import shlex
 import shutil
@@ -21,12 +22,13 @@ from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT
 
 PAGE = (ROOT / "docs" / "operators.md").read_text()
+SCHEDULES = (ROOT / "docs" / "schedules.md").read_text()
 TIMEOUT = 50
 
 
-def example(name: str) -> str:
-    """Return a marked example of the page."""
-    found = re.search(rf"<!-- test: {name} -->\n```\w*\n(.*?)```", PAGE, re.DOTALL)
+def example(name: str, page: str = PAGE) -> str:
+    """Return a marked example of a page."""
+    found = re.search(rf"<!-- test: {name} -->\n+```\w*\n(.*?)```", page, re.DOTALL)
     assert found is not None, name
     return found[1]
 
@@ -106,6 +108,30 @@ def test_deployment(project: Path) -> None:
     done = run(example("deployment"), project)
     assert done.returncode == 0, done.stderr
     assert DistributedLock.objects.get(pk="migrate").note == "release 42"
+
+
+def command_of(name: str) -> str:
+    """Return the command of a container on the page about schedules."""
+    found = re.search(r"command: (\[.*\])", example(name, SCHEDULES))
+    assert found is not None
+    python, *arguments = json.loads(found[1])
+    assert python == "python"
+    return shlex.join([".venv/bin/python", *arguments])
+
+
+def test_cron_job(project: Path) -> None:
+    """The container of a CronJob runs the report; a second one succeeds in silence."""
+    for _ in range(2):
+        done = run(command_of("cronjob"), project)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (project / "report.txt").read_text() == "nightly-report\n"
+
+
+def test_init_container(project: Path) -> None:
+    """The container that migrates does so under the lock."""
+    done = run(command_of("init container"), project)
+    assert done.returncode == 0, done.stderr
+    assert DistributedLock.objects.get(pk="migrate").version == 1
 
 
 @pytest.mark.usefixtures("committed")

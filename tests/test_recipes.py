@@ -1,4 +1,4 @@
-"""The recipes' scenarios; the functions under test are those on the page itself."""
+"""The recipes' scenarios; the functions under test are those on the pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, connections
+from django.db import IntegrityError, OperationalError, connection, connections
 from redis.exceptions import RedisError
 
 from dblocks import InvalidKey, Lease, LeaseLost, LockTimeout, distributed_lock
@@ -39,13 +39,18 @@ from tests.support.timing import (
 
 Recipe = Callable[..., Any]
 
+PAGES = ["recipes", "shop", "schedules", "leader", "idempotency"]
+
 
 @pytest.fixture
 def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
-    """Return a function of the page by its name."""
-    with Examples(DOCS / "recipes.md") as examples:
-        names = examples.run()
-        clear_locks()
+    """Return a function of the pages by its name."""
+    names: dict[str, Recipe] = {}
+    with ExitStack() as pages:
+        for page in PAGES:
+            examples = pages.enter_context(Examples(DOCS / f"{page}.md"))
+            names |= examples.run()
+            clear_locks()
         names["sent"].clear()
         yield names.__getitem__
     empty_shop()
@@ -201,6 +206,56 @@ def test_nobody_releases_for_another(committed: None, key: str) -> None:
     assert second.held
     assert distributed_lock(key).locked()
     assert second.release() is True
+
+
+def test_payment_with_one_key_at_once(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Deliveries at the same time: one is charged, and all get its receipt."""
+    account = AccountFactory(balance=0)
+    charged: list[str] = []
+
+    def charge(amount: int, idempotency_key: str) -> str:
+        time.sleep(STEP)
+        charged.append(idempotency_key)
+        return f"receipt {len(charged)}"
+
+    results = at_once(recipe("pay_once"), [(account.pk, "a", 5, charge)] * 4)
+    assert results == ["receipt 1"] * 4
+    assert charged == [f"payment:{account.pk}:a"]
+    account.refresh_from_db()
+    assert account.balance == 5
+
+
+def test_payment_whose_first_delivery_stood_still(
+    recipe: Callable[[str], Recipe], other: OtherThread
+) -> None:
+    """The second does it all; what the first wants to record is refused."""
+    account, pay_once = AccountFactory(balance=0), recipe("pay_once")
+
+    def charge(amount: int, idempotency_key: str) -> str:
+        return idempotency_key
+
+    def slowly(amount: int, idempotency_key: str) -> str:
+        DistributedLock.objects.force_release(idempotency_key)
+        other.do(pay_once, account.pk, "a", 5, charge)
+        return idempotency_key
+
+    with pytest.raises((IntegrityError, LeaseLost)):
+        pay_once(account.pk, "a", 5, slowly)
+    account.refresh_from_db()
+    assert account.balance == 5
+
+
+def test_message_at_once(
+    recipe: Callable[[str], Recipe], at_once: Callable[..., list[Any]]
+) -> None:
+    """Of a message's deliveries, one has an effect."""
+    account = AccountFactory(balance=0)
+    results = at_once(recipe("receive"), [("m", account.pk, 7)] * 4)
+    assert Counter(results) == {True: 1, False: 3}
+    account.refresh_from_db()
+    assert account.balance == 7
 
 
 def test_clear_leaves_young_locks_alone(recipe: Callable[[str], Recipe]) -> None:

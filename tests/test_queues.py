@@ -1,0 +1,120 @@
+"""The page about tasks: each library's example runs under that library."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import django
+import pytest
+
+from tests.support.documents import DOCS
+from tests.support.processes import ROOT
+from tests.support.services import Redis
+
+PAGE = (DOCS / "tasks.md").read_text(encoding="utf-8")
+TIME_LIMIT = 60
+LIBRARIES = ["celery", "django_q", "huey", "dramatiq", "rq", "apscheduler"]
+
+SETTINGS = """
+import os
+
+SECRET_KEY = "for tests"
+INSTALLED_APPS = ["django.contrib.contenttypes", "dblocks", "shop"]
+if "LIBRARY" in os.environ:
+    INSTALLED_APPS.append(os.environ["LIBRARY"])
+DATABASES = {
+    "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "db.sqlite3"}
+}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+USE_TZ = True
+HUEY = {"huey_class": "huey.MemoryHuey"}
+Q_CLUSTER = {"orm": "default", "timeout": 50, "retry": 60}
+"""
+
+REPORTS = """
+def write_report(name):
+    with open("written", "a") as file:
+        print(name, file=file)
+
+
+def written():
+    try:
+        with open("written") as file:
+            return file.read().split()
+    except FileNotFoundError:
+        return []
+"""
+
+
+def example(name: str) -> str:
+    """Return a library's ``shop/tasks.py``."""
+    marked = rf"<!-- test: {name} -->\n\n```python\n(.*?)^```"
+    found = re.search(marked, PAGE, re.DOTALL | re.MULTILINE)
+    assert found is not None, name
+    return found[1]
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> None:
+    """Run a module in the project."""
+    dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=folder,
+        env=inherited
+        | {
+            "DJANGO_SETTINGS_MODULE": "settings",
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        }
+        | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "shop").mkdir()
+    for name, text in [("settings", SETTINGS), ("shop/reports", REPORTS)]:
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def write_tasks(project: Path, text: str) -> None:
+    (project / "shop" / "tasks.py").write_text(text)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_library(library: str, project: Path) -> None:
+    """The task runs, is kept out while somebody else has its lock, and runs again."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    write_tasks(project, example(library))
+    environment = {"LIBRARY": "django_q"} if library == "django_q" else {}
+    run(project, "django", "migrate", "-v0", **environment)
+    driver = ["tests.support.queues", library]
+    if library != "rq":
+        run(project, *driver, **environment)
+        return
+    with Redis() as redis:
+        connection = f"Redis.from_url({redis.url()!r})"
+        write_tasks(project, example(library).replace("Redis()", connection))
+        run(project, *driver, REDIS_URL=redis.url())
+
+
+@pytest.mark.skipif(django.VERSION < (6, 0), reason="Django's tasks came with 6.0")
+def test_django(project: Path) -> None:
+    """Django's own tasks, by its immediate backend."""
+    write_tasks(project, example("django"))
+    run(project, "django", "migrate", "-v0")
+    run(project, "tests.support.queues", "django_tasks")
