@@ -57,7 +57,7 @@ def shape(text: str) -> str:
     """Return what doesn't differ from run to run, or with the computer."""
     text = re.sub(r"\S+ pid \d+", "HOST pid N", text)
     text = re.sub(r"\d[\d:.-]*", "N", text)
-    return re.sub(r" +", " ", text).strip()
+    return re.sub(r"\s+", " ", text).strip()
 
 
 def table(text: str) -> list[list[str]]:
