@@ -112,6 +112,33 @@ def test_library(library: str, project: Path) -> None:
         run(project, *driver, REDIS_URL=redis.url())
 
 
+KILLED = """
+import os
+import time
+
+
+def write_report(name):
+    again = bool(written())
+    for word in [os.getpid(), name]:
+        with open("written", "a") as file:
+            print(word, file=file)
+        time.sleep(0 if again else 60)
+
+
+"""
+
+
+def test_celery_task_whose_process_is_killed(project: Path) -> None:
+    """It is delivered again, and runs when the lease of the killed one is over."""
+    (project / "shop" / "reports.py").write_text(
+        KILLED + REPORTS.partition("\n\n\n")[2]
+    )
+    write_tasks(project, example("celery").replace("lease=60", "lease=3"))
+    run(project, "django", "migrate", "-v0")
+    with Redis() as redis:
+        run(project, "tests.support.queues", "celery_killed", REDIS_URL=redis.url())
+
+
 @pytest.mark.skipif(django.VERSION < (6, 0), reason="Django's tasks came with 6.0")
 def test_django(project: Path) -> None:
     """Django's own tasks, by its immediate backend."""

@@ -7,6 +7,7 @@ of its own, with the library's example on the page for ``shop/tasks.py``.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -58,6 +59,32 @@ def celery() -> None:
         nightly.delay()
         until(lambda: len(written()) == 2)
     assert sorted(written()) == ["7", "nightly"]
+
+
+def celery_killed() -> None:
+    """Kill the process that runs a task; the task is delivered again and ends well."""
+    from celery import Celery
+    from shop.reports import written
+    from shop.tasks import build_report
+
+    app = Celery("shop", broker=os.environ["REDIS_URL"], set_as_current=True)
+    app.conf.worker_hijack_root_logger = False
+    command = ["worker", "--pool", "prefork", "-c", "1", "--without-gossip"]
+    pid = os.fork()
+    if not pid:
+        app.worker_main([*command, "--without-mingle", "--without-heartbeat"])
+        os._exit(0)
+    try:
+        build_report.delay(7)
+        until(lambda: len(written()) == 1)
+        os.kill(int(written()[0]), signal.SIGKILL)
+        until(lambda: len(written()) == 3)
+        first, again, done = written()
+        assert first != again
+        assert done == "7"
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
 
 
 def django_tasks() -> None:
