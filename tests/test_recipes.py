@@ -51,6 +51,8 @@ def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
             examples = pages.enter_context(Examples(DOCS / f"{page}.md"))
             names |= examples.run()
             clear_locks()
+        # What the pages' own checks have left.
+        empty_shop()
         names["sent"].clear()
         yield names.__getitem__
     empty_shop()
