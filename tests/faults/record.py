@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 #: What figures are of: they stand for as long as nothing in it changes.
 ENGINE = "dblocks"
 FIGURES = Path(__file__).with_name("figures.json")
-PAGE = ROOT / "docs" / "safety.md"
+PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- figures of python -m tests.faults -->", "<!-- end of figures -->"
 TITLES = {"sqlite": "SQLite", "mariadb": "MariaDB", "postgres": "PostgreSQL"}
 

@@ -17,7 +17,7 @@ def row(job: str, **figures: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    page = tmp_path / "safety.md"
+    page = tmp_path / "proof.md"
     page.write_text(f"Before.\n\n{record.BEGIN}\nold\n{record.END}\n\nAfter.\n")
     monkeypatch.setattr(record, "PAGE", page)
     monkeypatch.setattr(record, "FIGURES", tmp_path / "figures.json")
