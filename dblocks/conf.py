@@ -43,7 +43,7 @@ def telemetry_keys() -> tuple[str, ...]:
 
 
 class Backends:
-    """The backends of the process, one object an alias, made when first used."""
+    """The backends of the process, one object for each alias, made when first used."""
 
     def __init__(self) -> None:
         self.forget()
@@ -77,8 +77,8 @@ class Backends:
     def check(self, alias: str) -> None:
         """Raise if the settings lack an alias.
 
-        Before there are any, and where they are wrong altogether, which is a system
-        check's to say, let it pass.
+        Pass if there are no settings yet, or if they are wrong altogether: a system
+        check reports that.
         """
         if not settings.configured:
             return
@@ -88,7 +88,7 @@ class Backends:
 
     def __getitem__(self, alias: str) -> BaseBackend:
         made = self._made
-        # Threads that make it at once all get the one that came first.
+        # If several threads make it at the same time, all get the first one.
         return made.get(alias) or made.setdefault(alias, self._make(alias))
 
     def _make(self, alias: str) -> BaseBackend:

@@ -1,7 +1,7 @@
 """Permits: the rows of a lock that several may hold at a time.
 
-A lock of N permits has a row for each, whose key is the lock's, U+001F and a number
-from 0. Each is a lock like any other; nothing but this module takes such keys apart.
+A lock with N permits has a row for each; a row's key is the lock's key, U+001F and a
+number from 0. Each is a lock like any other; only this module takes such keys apart.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def apart(row_key: str) -> tuple[str, int | None]:
 
 
 def in_order(row_key: str) -> tuple[str, int]:
-    """Return what rows are sorted by: their keys, then their permits' numbers."""
+    """Return the sort key of a row: its key, then the number of its permit."""
     key, permit = apart(row_key)
     return key, -1 if permit is None else permit
 
 
 def span(key: str) -> tuple[str, str]:
-    """Return the bounds of the row keys of a key's permits, the upper one outside."""
+    """Return the bounds of the row keys of a key's permits; the upper is exclusive."""
     return key + SEPARATOR, key + chr(ord(SEPARATOR) + 1)

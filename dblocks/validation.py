@@ -27,7 +27,7 @@ MIN_LEASE = 0.1
 MAX_LEASE = 366 * 86400.0
 
 Key = str | Callable[..., str | Iterable[str]]
-"""What is locked, or what makes that from the arguments of a decorated call."""
+"""A key, or a callable that makes it from the arguments of a decorated call."""
 
 OnLocked = Callable[..., Any] | Literal["raise", "skip"] | None
 
@@ -63,7 +63,7 @@ def keys(values: object) -> tuple[str, ...]:
 
 
 def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Return the keys that name a lock; what makes one is called later."""
+    """Return the keys that name a lock; callables are called later."""
     return _counted(tuple(v if callable(v) else key(v) for v in values))
 
 

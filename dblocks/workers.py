@@ -1,4 +1,4 @@
-"""Threads of dblocks' own that make calls and, when idle, wait a while for the next."""
+"""Threads of dblocks' own that make calls and linger for the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from . import forks
 
 LINGER = 2.0
-"""Seconds for which an idle thread, with what it has open, waits for the next call."""
+"""Seconds for which an idle thread, with its open connections, waits for a call."""
 
 Call = Callable[[], object]
 
@@ -21,7 +21,7 @@ class Workers:
 
     Args:
         name: The threads'.
-        session: What each of them runs in, from its start to its end.
+        session: The context in which each of them runs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Workers:
             worker = self.idle.pop()
         except IndexError:
             worker = _Worker(self)
-            # First the call: an interrupt behind the start leaves none without one.
+            # The call comes first: after an interrupt no thread is left without one.
             worker.calls.put(call)
             worker.start()
         else:
@@ -52,7 +52,7 @@ class Workers:
 
 
 class _Worker(threading.Thread):
-    """Makes one call after the other; between two it is in the list of idle ones."""
+    """Makes one call after the other; between calls it is in the list of idle ones."""
 
     def __init__(self, workers: Workers) -> None:
         super().__init__(name=workers.name, daemon=True)

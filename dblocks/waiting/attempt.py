@@ -1,4 +1,4 @@
-"""One attempt to get a key: who asks the engine for what, and what a grant becomes."""
+"""One attempt to get a key: who asks for what, and what becomes of a grant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..holding.renewal import scheduler
 from ..permits import row_keys
 
 MOST_NOTED = 1000
-"""Keys of which is noted which permit this process had last."""
+"""The most keys for which the process remembers its last permit."""
 
 _last_permits: dict[tuple[BaseBackend, str], int] = {}
 
@@ -31,16 +31,15 @@ def _note_permit(backend: BaseBackend, key: str, permit: int) -> None:
 
 @dataclass(eq=False)
 class Attempt(Claim):
-    """What one owner asks for, as often as it takes.
+    """What one owner asks for, again and again if need be.
 
     Attributes:
         timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
-        started, give_up: Local clock, of the first moment and the last.
+        started, give_up: Local clock, when it starts and when it gives up.
         permits: How many may have the key at a time.
-        new_owner: The id that the owner is to have if this grants, which is otherwise
-            made anew each time.
+        new_owner: The owner's id if this is granted; by default made anew each time.
         reentered: The owner had the key already.
-        had_to_wait: The key was not to be had at once.
+        had_to_wait: The key was not free at once.
     """
 
     timeout: float | None
@@ -72,11 +71,11 @@ class Attempt(Claim):
     def held_here(self, version: int | None = None) -> bool:
         """Tell whether this process has the key, with this token or with any.
 
-        The hold itself must not stay in the frame of one that waits: it would be
-        renewed for as long as that waits, also when its leases are forgotten.
+        A waiter's frame must not keep the hold itself: it would be renewed for as long
+        as the waiter waits, even when its leases are forgotten.
         """
         if self.permits > 1:
-            # Others may give back another permit first.
+            # Another permit may be released first.
             return False
         hold = registry.find(self.backend, self.key)
         return (
@@ -89,14 +88,14 @@ class Attempt(Claim):
         """Ask for the key once.
 
         Args:
-            gate: The key's gate, at which this one queues or which it has.
+            gate: The key's gate, which this caller has or queues for.
 
         Returns:
             The hold, with one more acquisition counted, or who has the key instead.
         """
         patience = self.give_up - clock.monotonic()
         while (hold := self.own_hold()) is not None:
-            # One that turns out to be lost may leave the owner another permit.
+            # If that one turns out to be lost, the owner may have another permit.
             if not hold.enter_again(self, patience):
                 continue
             self.reentered = True
@@ -126,7 +125,7 @@ class Attempt(Claim):
         return hold
 
     def _seen_in_test(self, hold: Hold) -> Reading | None:
-        """Return what only the connection of a ``TestCase`` can read.
+        """Return a reading that only the connection of a ``TestCase`` can make.
 
         Another connection would wait for the test's transaction.
         """
@@ -143,7 +142,7 @@ class Attempt(Claim):
     def _first_permit(self) -> int:
         """Return the permit to begin with."""
         if self.owner is not None:
-            # Its other threads and processes begin there too.
+            # The owner's other threads and processes begin there too.
             return crc32(self.owner.encode()) % self.permits
         last = _last_permits.get((self.backend, self.key), self.permits)
         return last if last < self.permits else random.randrange(self.permits)

@@ -1,4 +1,4 @@
-"""The waiters of this process, in order, one queue a key."""
+"""The waiters of this process, in order, with one queue for each key."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..backends.values import Reading
 from ..holding.registry import registry
 
 LOOK_EVERY = 0.0005
-"""Seconds between looks at the key of the one that has the gate, at first."""
+"""Seconds between the first looks at the key by the waiter that has the gate."""
 
 LONGEST_PAUSE = 0.1
-"""Seconds between looks at a key that has been taken for long."""
+"""Seconds between looks at a key that has been taken for a long time."""
 
 ABANDONED_FOR = 10.0
-"""Seconds for which nobody here queues at a gate after whoever has it didn't come."""
+"""Seconds for which nobody here queues at a gate that was found abandoned."""
 
 MOST_ABANDONED = 1000
-"""Gates of which that is noted."""
+"""The most gates that are remembered as abandoned."""
 
 NEWS = 2 * QUEUE_FOR
-"""Seconds for which what the first waiter has seen is good enough for the others.
+"""Seconds for which the others may use what the first waiter has seen.
 
-Not counted is the time for which it queues at a gate.
+The time for which the first waiter queues at a gate doesn't count.
 """
 
 
@@ -38,8 +38,8 @@ def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
     """Return the seconds until the next look at a key.
 
     Args:
-        known_for: Since when, in seconds, nothing has changed.
-        alone: Nobody else looks at it, because the gate keeps them away.
+        known_for: For how many seconds nothing has changed.
+        alone: Nobody else looks at the key, because the gate keeps them away.
     """
     if alone:
         return min(max(LOOK_EVERY, known_for / 100), LONGEST_PAUSE)
@@ -51,25 +51,25 @@ def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
 
 
 class Waiter:
-    """One that waits; it can be woken from any thread, at any moment."""
+    """A waiter, which can be woken from any thread at any time."""
 
     __slots__ = ("_bell", "_event", "_loop", "_woken")
 
     def __init__(self) -> None:
         self._woken = False
-        # A bare lock, not an Event, whose own mutex a signal handler could meet.
+        # A bare lock: a signal handler could block on the mutex inside an Event.
         self._bell = threading.Lock()
         self._bell.acquire()
         self._loop = asyncio._get_running_loop()
         self._event: asyncio.Event | None = None
 
     def wake(self) -> None:
-        """End the wait that is under way, or the next one."""
+        """End the present wait, or else the next one."""
         self._woken = True
         with suppress(RuntimeError):
             self._bell.release()
         if self._loop is not None and self._event is not None:
-            # A closed loop took along who waited.
+            # If the loop is closed, its waiters are gone.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._event.set)
 
@@ -88,7 +88,7 @@ class Waiter:
         loop = asyncio.get_running_loop()
         event = self._event = self._event or asyncio.Event()
         if not self._woken:
-            # Not wait_for(), which before Python 3.12 may swallow a cancellation.
+            # Before Python 3.12, wait_for() may swallow a cancellation.
             timer = loop.call_later(seconds, event.set)
             try:
                 await event.wait()
@@ -100,13 +100,13 @@ class Waiter:
 
 
 class WaitQueue:
-    """The waiters of this process for one key, first come first."""
+    """The waiters of this process for one key, first come, first served."""
 
     def __init__(self) -> None:
         self.waiters: deque[Waiter] = deque()
         self._seen: tuple[Reading, float] | None = None
         self._good_until = 0.0
-        #: The key was given back in this process since it was seen.
+        #: This process has released the key since it was last seen.
         self.freed = False
 
     def saw(self, reading: Reading) -> None:
@@ -119,9 +119,9 @@ class WaitQueue:
         self._good_until = clock.monotonic() + seconds + NEWS
 
     def last_seen(self) -> Reading | None:
-        """Return what it said of late, with the time that is left by now.
+        """Return the latest reading, with the time that is left by now.
 
-        ``None`` if nobody knows: none has asked yet, or the key has been given back.
+        ``None`` if there is none: nobody has asked yet, or the key has been released.
         """
         if self._seen is None or self.freed:
             return None
@@ -132,7 +132,7 @@ class WaitQueue:
         return replace(reading, remaining=reading.remaining - (now - at))
 
     def is_first(self, waiter: Waiter) -> bool:
-        """Tell whether it is this one's turn to ask the engine."""
+        """Tell whether it is this waiter's turn to ask the engine."""
         with suppress(IndexError):
             while self.waiters[0].is_gone():
                 self.waiters.popleft()
@@ -140,7 +140,7 @@ class WaitQueue:
         return False
 
     def wake_first(self) -> None:
-        """Tell the first one that it is its turn."""
+        """Tell the first waiter that it is its turn."""
         with suppress(IndexError):
             self.waiters[0].wake()
 
@@ -149,11 +149,11 @@ class WaitQueues:
     """The wait queues of the process, by backend and key; empty ones don't exist."""
 
     def __init__(self) -> None:
-        # Only joining and leaving, which wait for nothing inside, take it.
+        # Taken only by joining and leaving, neither of which waits while it has it.
         self._mutex = threading.RLock()
         self._queues: dict[tuple[BaseBackend, str], WaitQueue] = {}
-        #: Until when the gates of keys count as abandoned: who has one is stopped, or
-        #: a session that outlived its process.
+        #: Until when the gates of keys count as abandoned: a stopped process has such a
+        #: gate, or a session that outlived its process.
         self._abandoned: dict[tuple[BaseBackend, str], float] = {}
 
     def find(self, backend: BaseBackend, key: str) -> WaitQueue | None:
@@ -167,12 +167,12 @@ class WaitQueues:
             while True:
                 queue = self._queues.setdefault(place, WaitQueue())
                 queue.waiters.append(waiter)
-                # A signal handler may have come and gone in between.
+                # A signal handler may have joined and left in between.
                 if self._queues.get(place) is queue:
                     return queue
 
     def leave(self, backend: BaseBackend, key: str, waiter: Waiter) -> None:
-        """Leave the queue, wherever in it, or none; a new first one is woken."""
+        """Leave the queue, if it is there, and wake the first of the others."""
         place = backend, key
         with self._mutex:
             queue = self._queues.get(place)
@@ -185,11 +185,11 @@ class WaitQueues:
         queue.wake_first()
 
     def is_abandoned(self, backend: BaseBackend, key: str) -> bool:
-        """Tell whether to queue at a key's gate is to queue in vain."""
+        """Tell whether it is useless to queue at a key's gate."""
         return clock.monotonic() < self._abandoned.get((backend, key), 0.0)
 
     def note_abandoned(self, backend: BaseBackend, key: str) -> None:
-        """Note that whoever has a key's gate didn't come for the key in time."""
+        """Note that the owner of a key's gate didn't take the key in time."""
         if len(self._abandoned) >= MOST_ABANDONED:
             self._abandoned.clear()
         self._abandoned[backend, key] = clock.monotonic() + ABANDONED_FOR

@@ -1,7 +1,7 @@
-"""Where the steps of a wait are made: in one thread, or around an event loop.
+"""Where the steps of a wait run: in one thread, or around an event loop.
 
-The wait is written once, as coroutines that leave to one of these classes whatever
-takes time. In a thread nothing suspends them, so that :func:`run` needs no event loop.
+The wait is written once, as coroutines that leave whatever takes time to one of these
+classes. In a thread nothing suspends them, so :func:`run` needs no event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class InThread:
     """Makes every step in the calling thread."""
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call what may take as long as the engine does."""
+        """Call a function that may wait for the engine."""
         return function()
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
@@ -48,7 +48,7 @@ class InEventLoop(InThread):
 
 
 def run(steps: Coroutine[Any, Any, T]) -> T:
-    """Run steps that are made :class:`InThread`."""
+    """Run steps that take place :class:`InThread`."""
     try:
         while True:
             steps.send(None)

@@ -1,8 +1,8 @@
 """Threads of dblocks' own, in which async code asks the engine.
 
-Not asgiref's thread, which sync code may occupy, a sync waiter included: a release
-would stand behind the very waiter that waits for it. Nor the event loop's pool, which
-as many waiters could use up.
+Not asgiref's thread, because sync code may occupy it: a release would queue behind the
+very waiter that waits for it. And not the event loop's pool, because waiters could use
+it up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def call_in_thread(
     """Call a function that asks an engine, without blocking the event loop.
 
     The call is made whatever becomes of the task. In a ``TestCase`` it runs in the
-    test's thread, whose connection alone sees the test's rows.
+    test's thread, because only that thread's connection sees the test's rows.
 
     Args:
         undo: Called with the result, in a thread, if the task was cancelled meanwhile.
@@ -71,10 +71,10 @@ def _start_in_test(call: Callable[[], None]) -> None:
 
 
 class _Call(Generic[T]):
-    """A call whose result is either received by the task or undone.
+    """A call whose result the task receives, or else is undone.
 
     The call and the wait for it end in any order, and the event loop may be closed
-    before it passes the result on. Whichever of the two ends last sees to the result.
+    before it passes the result on. Whichever of the two ends last handles the result.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class _Call(Generic[T]):
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._pass_on)
                 return
-            # The loop is closed, and took along who waited.
+            # The loop is closed, and its waiters are gone.
         self.drop()
 
     def ends_first(self) -> bool:
-        """Tell whether the end that asks is the first; the call's or the wait's."""
+        """Tell whether the call or the wait, whichever asks, is the first to end."""
         try:
             self._first.pop()
         except IndexError:

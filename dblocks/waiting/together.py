@@ -1,8 +1,8 @@
 """Several keys at once: all of them or none.
 
-Free keys are asked for together. Where that fails they are taken one by one, in the
-order of their code points, which is everybody's order, so that those who share keys
-can't wait for each other in a circle.
+Free keys are asked for together. If that fails they are taken one by one, ordered by
+their code points. All callers use this order, so they can't wait for each other in a
+circle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .wait import get, get_in, give_back, log_lapse
 
 
 class Refused(NamedTuple):
-    """Which key stayed taken, and what was seen of it."""
+    """Which key stayed taken, and its last reading."""
 
     attempt: Attempt
     seen: Reading
@@ -37,7 +37,7 @@ def get_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
     """Get one key or several of a backend in this thread.
 
     Args:
-        attempts: In the order of their keys; of one owner, with one limit.
+        attempts: In the order of their keys; with one owner and one time limit.
     """
     if len(attempts) > 1:
         return run(get_all_in(InThread(), attempts))
@@ -53,7 +53,7 @@ async def aget_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
 async def get_all_in(
     place: InThread, attempts: Sequence[Attempt]
 ) -> list[Hold] | Refused:
-    """:func:`get_all` in steps that are made in this place."""
+    """:func:`get_all` in steps that run in this place."""
     if len(attempts) > 1:
         return await _Together(attempts, place).get()
     found = await get_in(place, attempts[0])
@@ -70,10 +70,10 @@ def _undo(found: Any) -> None:
 
 
 def give_all_back(holds: list[Hold], owner: str | None = None) -> None:
-    """Undo what was taken of a set; what fails is left to lapse.
+    """Undo the part of a set that was taken; what fails is left to lapse.
 
     Args:
-        owner: The id that was made for the set alone.
+        owner: The id that was made for this set only.
     """
     try:
         undo_together(holds, owner)
@@ -94,7 +94,7 @@ class _Together:
             attempt.loop = asyncio._get_running_loop()
 
     async def get(self) -> list[Hold] | Refused:
-        """Wait until all are had, or the time is over."""
+        """Wait until all keys are taken, or the time is over."""
         if self._are_unknown_here():
             holds = await self.place.call(self._take)
             if holds is not None:
@@ -106,7 +106,7 @@ class _Together:
             lost = next((hold for hold in found if not hold.is_live()), None)
             if lost is None:
                 return found
-            # Lost while the later ones were waited for.
+            # Lost during the wait for the later ones.
             attempt = self.attempts[found.index(lost)]
             await self._give_back(found)
             if clock.monotonic() >= attempt.give_up:
@@ -156,7 +156,7 @@ class _Together:
         return holds
 
     async def _give_back(self, holds: list[Hold]) -> None:
-        # Once, also where this is cancelled: the call is made whatever becomes of it.
+        # Only once, even if this is cancelled: the call is made in any case.
         due = holds.copy()
         holds.clear()
         if due:

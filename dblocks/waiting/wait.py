@@ -23,13 +23,13 @@ from .steps import InThread, run
 logger = logging.getLogger("dblocks")
 
 MAX_PAUSE = 5.0
-"""Seconds after which a waiter looks whether it is first."""
+"""Seconds after which a waiter checks whether it is first."""
 
 COUNTED = 0.25
-"""Seconds after which the first of a queue says that it waits, to be counted."""
+"""Seconds after which the first of a queue shows that it waits, to be counted."""
 
 SHARED = 1.0
-"""Seconds for which one whose time is over waits for what the first is just told."""
+"""Seconds that a waiter whose time is over waits for the first one's latest answer."""
 
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
@@ -47,7 +47,7 @@ def get(attempt: Attempt) -> Hold | Reading:
 
 
 async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
-    """:func:`get` in steps that are made in this place."""
+    """:func:`get` in steps that run in this place."""
     seen = None
     if _overtakes(attempt):
         found = await place.call(attempt.make)
@@ -58,7 +58,7 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
 
 
 def give_back(hold: Hold) -> None:
-    """Release what nobody waits for any more; if that fails, let it lapse."""
+    """Release a hold that nobody waits for any more; if that fails, let it lapse."""
     try:
         hold.release()
     except Exception as error:
@@ -76,9 +76,9 @@ def log_lapse(hold: Hold, error: BaseException) -> None:
 
 
 def _overtakes(attempt: Attempt) -> bool:
-    """Tell whether it tries before it joins the other waiters of this process.
+    """Tell whether an attempt is made before joining the other waiters of the process.
 
-    They may be waiting for this owner itself.
+    They may be waiting for this very owner.
     """
     return (
         attempt.timeout == 0
@@ -98,7 +98,7 @@ def _is_held(gate: Gate | None) -> bool:
 
 
 class _Wait:
-    """One attempt's wait."""
+    """The wait of one attempt."""
 
     def __init__(self, attempt: Attempt, place: InThread) -> None:
         self.attempt = attempt
@@ -108,7 +108,7 @@ class _Wait:
         self.waiter = Waiter()
 
     async def get(self, seen: Reading | None) -> Hold | Reading:
-        """Wait until the key is had, or the time is over."""
+        """Wait until the key is taken, or the time is over."""
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
             return self._timed_out(seen)
@@ -119,11 +119,11 @@ class _Wait:
             queues.leave(self.backend, self.key, self.waiter)
 
     async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
-        """Wait to be the first of this process, then for the key."""
+        """Wait to be first in this process, then for the key."""
         attempt = self.attempt
         await self._until_first(queue, seen)
         if seen is None and clock.monotonic() >= attempt.give_up:
-            # Its time is over: what the first has seen holds for all.
+            # Its time is over: what the first waiter has seen is true for all.
             seen = queue.last_seen()
         if seen is None and (attempt.owner is not None or not attempt.held_here()):
             found = await self.place.call(attempt.make)
@@ -134,14 +134,14 @@ class _Wait:
             seen = await self.place.call(self._read)
         gate: Gate | None = None
         if queue.is_first(self.waiter):
-            # In the thread whose connection tells whether there may be one.
+            # In the thread whose connection says whether there may be a gate.
             request = attempt.request()
             gate = await self.place.call(partial(self.backend.gate, request))
         try:
             found = await self._look(queue, seen, gate)
             if gate is not None and gate.shows_waiter and isinstance(found, Hold):
                 await self.place.call(partial(gate.show_waiter, False))
-            # Of permits, another may be free for the next one already.
+            # Another permit may already be free for the next waiter.
             is_one = self.attempt.permits == 1
             if is_one and isinstance(found, Hold) and found.keep_gate(gate):
                 gate = None
@@ -151,7 +151,7 @@ class _Wait:
                 gate.leave()
 
     async def _until_first(self, queue: WaitQueue, seen: Reading | None) -> None:
-        """Wait for this one's turn, or for an answer if its time is over before."""
+        """Wait for this waiter's turn, or for an answer if its time is over first."""
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
         while not queue.is_first(self.waiter):
@@ -162,11 +162,11 @@ class _Wait:
             elif seen or queue.last_seen() or left < -SHARED:
                 return
             else:
-                # The first one is asking; hundreds shall not ask the same beside it.
+                # The first one is asking; hundreds must not ask the same.
                 woken = await self.place.pause(self.waiter, LONGEST_PAUSE)
             news = queue.last_seen()
             if news is not None and explicit is not None and news.owner == explicit:
-                # Its owner has the key meanwhile.
+                # Its owner has got the key meanwhile.
                 return
             if news is None and not woken and left > MAX_PAUSE:
                 # The first is stuck.
@@ -189,14 +189,14 @@ class _Wait:
             now = clock.monotonic()
             until = attempt.give_up
             if seen.remaining <= 0:
-                # Free, but not to be had, perhaps for an instant only.
+                # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
                 return self._timed_out(seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
                 logger.info("waiting key=%r holder=%s", self.key, seen.holder)
-            # Somebody has let this one in, and the key is free in all likelihood.
+            # Somebody has let this waiter in, and the key is very likely free.
             try:
                 known_for = now - known_since
                 let_in = await self._pause(queue, seen, gate, until, known_for)
@@ -226,7 +226,7 @@ class _Wait:
         until: float,
         known_for: float,
     ) -> bool:
-        """Pause before the next look; whether the key has been handed on meanwhile."""
+        """Pause before the next look; tell whether the key was handed on meanwhile."""
         now = clock.monotonic()
         limit = until - now
         if seen.remaining > 0:
@@ -238,7 +238,7 @@ class _Wait:
         if gate is not None and not _is_held(gate) and not abandoned:
             wait = min(gate.patience(seen.remaining), until - now)
             if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
-                # After that nobody yields to one that has the gate and doesn't come.
+                # After that, nobody yields to a gate whose owner does not come.
                 wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
                 queue.sleeps(wait)
@@ -254,7 +254,7 @@ class _Wait:
     def _timed_out(self, seen: Reading) -> Reading:
         attempt = self.attempt
         if seen.remaining <= 0:
-            # What the row still says is of a holder that has released.
+            # The row still describes a holder that has released.
             seen = Reading(permit=seen.permit)
         if (observer := signals.observer) is not None:
             observer.timed_out(attempt)
