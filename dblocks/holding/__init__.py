@@ -1,1 +1,1 @@
-"""What this process holds, for whom, until when, and who is told of a loss."""
+"""What this process holds, for whom and until when, and who hears of a loss."""

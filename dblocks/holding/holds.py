@@ -1,7 +1,7 @@
-"""What this process holds: one :class:`Hold` a grant, shared by its leases.
+"""What this process holds: one :class:`Hold` for each grant, shared by its leases.
 
-A hold is a small state machine: held, then released or lost for one reason, and
-nothing leads out of those. What looks at it changes nothing.
+A hold is a small state machine: held, then released or lost for one reason, which are
+final. Looking at a hold changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .owners import Owner
 from .registry import registry
 
 PATIENCE = 1.0
-"""Seconds for which passing faults are sat out where the caller's wait is shorter."""
+"""Seconds for which passing faults are sat out if the caller's wait is shorter."""
 
 RELEASED = "released"
 
@@ -34,7 +34,7 @@ Callbacks = deque[tuple["weakref.ref[Any]", Callable[[Any], object]]]
 
 @dataclass(frozen=True)
 class Terms:
-    """How a grant is held; the outermost acquisition's rule. Seconds.
+    """How a grant is held, as the outermost acquisition rules. In seconds.
 
     Attributes:
         margin: How long before the database's expiry the lease counts as over.
@@ -62,7 +62,7 @@ def margin(lease: float) -> float:
 
 
 def nobody() -> None:
-    """Return nothing: nobody is about to make a lease."""
+    """Return ``None``: nobody is about to make a lease."""
 
 
 @dataclass(eq=False)
@@ -73,8 +73,8 @@ class Claim:
         by: The line of execution that asks.
         owner: The explicit owner's id, or ``None``.
         sender: The sender of the signals.
-        template: What a decorator made the key from, if it did.
-        loop: The event loop that it asks in, if it does; closed, it takes it along.
+        template: The template that a decorator made the key from, if one did.
+        loop: The event loop that it asks in, if any; when that closes, the claim ends.
     """
 
     backend: BaseBackend
@@ -94,20 +94,20 @@ class Hold:
     Attributes:
         key, permit: What is held, as the caller named it.
         by: Who acquired it first.
-        explicit: The owner's id was given by the caller, and may be in use in other
-            threads and processes as well.
+        explicit: The caller gave the owner's id, which may be in use in other threads
+            and processes too.
         started: Local clock before the request for it was sent.
         limit: Local clock beyond which no renewal moves the deadline.
         deadline: Local clock at which it counts as over, unless renewed before.
         renew_at: Local clock of its next renewal.
         failing: The last renewal failed, or has not come back.
-        counted: How many acquisitions are outstanding here.
+        counted: How many acquisitions are outstanding in this process.
         written: How many of them the engine has counted.
-        promised: Who is about to make a lease of it, weakly.
-        leases: The leases that are open. Weak: what nothing refers to any more is not
-            renewed.
-        gate: The gate that it was queued for at, kept until it is released.
-        renewal_bar: Tells whether a renewal would harm the work of who acquired it.
+        promised: A weak reference to the claim that is about to make a lease of it.
+        leases: Weak references to the open leases: a hold that nothing refers to any
+            more is not renewed.
+        gate: The gate through which it was acquired, kept until it is released.
+        renewal_bar: Tells whether a renewal would harm the work of the acquirer.
         test_connection: The connection of a ``TestCase`` that it was granted on.
         ref: What the registry knows it by.
     """
@@ -137,20 +137,20 @@ class Hold:
         self.request_callbacks: Callbacks = deque()
         self._requests: dict[str, object] = {}
         self.mutex = threading.RLock()
-        #: Filled once, by whoever ends it first: no mutex, for the timer's sake.
+        #: Filled once, by the first to end it. No mutex: the timer must never wait.
         self._end: dict[str, list[str]] = {}
         self._lost_at: float | None = None
         self.deadline = sent + min(terms.lease, granted.limit) - terms.margin
         self.renew_at = sent + terms.interval if terms.renew else float("inf")
 
-    # What it is. These only look.
+    # Looking at it
 
     def is_live(self) -> bool:
-        """Tell whether it is held for all that is known here."""
+        """Tell whether it is held, as far as this process knows."""
         return not self._end and self.counted > 0 and clock.monotonic() < self.deadline
 
     def remaining(self) -> float:
-        """Seconds for which it is certain that nobody else can have the key."""
+        """Return the seconds for which certainly nobody else can have the key."""
         return max(0.0, self.deadline - clock.monotonic()) if self.is_live() else 0.0
 
     @property
@@ -184,7 +184,7 @@ class Hold:
         return any(ref() is not None for ref in list(self.leases))
 
     def facts(self, **more: object) -> dict[str, object]:
-        """Return what the signals and the log tell of it."""
+        """Return what the signals and the log say about it."""
         _, owner, token = self.grant
         return {
             "key": self.key,
@@ -206,7 +206,7 @@ class Hold:
         return self._end.setdefault("as", mine) is mine
 
     def lose(self, reason: str) -> None:
-        """Note that it is lost, once, and tell those who asked to be told."""
+        """Note once that it is lost, and tell those who want to know."""
         # A release that is under way finds out by itself.
         if self.counted:
             self._lose(reason)
@@ -221,7 +221,7 @@ class Hold:
             registry.freed(self.backend, self.key)
 
     def note_overdue(self) -> None:
-        """Note the loss if its time is over; what every verb does first."""
+        """Note the loss if its time is over; every verb does this first."""
         reason = None if self._end else self._overdue()
         if reason is not None:
             self.lose(reason)
@@ -229,10 +229,10 @@ class Hold:
     def note_answer(
         self, outcome: Renewed, sent: float, lease: float | None = None
     ) -> bool:
-        """Note what became of a renewal; ``False`` if it is to be tried again."""
+        """Note the outcome of a renewal; ``False`` if it must be tried again."""
         if self.grant in outcome.requested:
             mine = object()
-            # Told once, whoever of several renewals at once hears of it first.
+            # Reported once, even if several simultaneous renewals hear of it.
             if self._requests.setdefault("first", mine) is mine:
                 news.tell_request(self)
         if self.grant in outcome.extended:
@@ -244,7 +244,7 @@ class Hold:
         return True
 
     def extend(self, sent: float, lease: float | None = None) -> bool:
-        """Note a renewal that was sent at ``sent``; too late it brings nothing back."""
+        """Note a renewal that was sent at ``sent``; a late one brings nothing back."""
         if not self.is_live():
             return False
         lease = self.terms.lease if lease is None else lease
@@ -258,8 +258,8 @@ class Hold:
     def enter_again(self, claim: Claim, patience: float) -> bool:
         """Count one more acquisition by the owner; ``False`` if it isn't held.
 
-        Where that can't be written beside the caller's transaction it is only counted
-        here, as where a guard of that transaction has the row pinned.
+        Only the process counts it if the row can't be written during the caller's
+        transaction, or if a guard of that transaction has the row pinned.
         """
         with self.mutex:
             if not self.is_live():
@@ -289,7 +289,7 @@ class Hold:
             return True
 
     def release(self, committed: bool = False) -> bool:
-        """Give back one acquisition; whether it was held until now.
+        """Release one acquisition; tell whether it was held until now.
 
         Args:
             committed: A guard has found it current in a transaction that committed.
@@ -302,8 +302,8 @@ class Hold:
             return self._write_release() if held is None else held
 
     def _give_back(self, committed: bool) -> bool | None:
-        """Count one acquisition less; ``None`` if the engine must be told of it."""
-        # A guard's verdict is final; a child's release is never its parent's.
+        """Count one acquisition less; ``None`` if the engine must hear of it."""
+        # A guard's verdict is final; a child never releases for its parent.
         final = committed and self._end.get("as") != ["forked"]
         if not final:
             self.note_overdue()
@@ -319,7 +319,7 @@ class Hold:
 
     def _write_release(self) -> bool:
         if self.explicit and self._end:
-            # Overdue, but guarded. Another of the owner's may have given it back.
+            # Overdue, but guarded. Another hold of the owner may have released it.
             forfeited = registry.take_forfeited(self.backend, self.grant)
             if not forfeited:
                 return True
@@ -342,7 +342,7 @@ class Hold:
             self._ends(RELEASED)
 
     def _asked(self) -> None:
-        """Let the others take their turn, however the attempt to release ended."""
+        """Let others take their turn, however the attempt to release ended."""
         if self.counted == 0:
             self.leave_gate()
             registry.freed(self.backend, self.key)
@@ -355,7 +355,7 @@ class Hold:
         return held
 
     def forsake(self) -> None:
-        """Give it up without a word to the engine: it lapses."""
+        """Give it up without telling the engine: it lapses."""
         with self.mutex:
             self.counted -= 1
             if self.counted == 0:
@@ -374,12 +374,12 @@ class Hold:
 
     def leave_gate(self) -> None:
         """Let the next waiter in, if this one queued."""
-        # Without the mutex, which a release that hangs may have: leaving twice is one.
+        # Without the mutex: a hanging release may have it. Leaving twice is harmless.
         gate, self.gate = self.gate, None
         if gate is not None:
             gate.leave()
 
     def forget_parent(self) -> None:
-        """What a forked child does with its parent's."""
+        """Lose it in a forked child: it is the parent's."""
         self.mutex = threading.RLock()
         self._ends("forked")

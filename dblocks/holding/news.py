@@ -1,7 +1,7 @@
-"""Telling of losses, and of requests to finish, each in a thread of its own.
+"""Reports losses and requests to finish, each in a thread of its own.
 
-A log handler, a callback or a receiver of the signal may block or raise whatever it
-likes: it keeps no deadline waiting, no renewal, and no other lease's news.
+If a log handler, a callback or a receiver of the signal blocks or raises, it delays no
+deadline, no renewal, and no other lease's news.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dblocks")
 
 NEWS = "dblocks-news"
-"""What the threads are called."""
+"""The name of the threads."""
 
 pending: deque[Callable[[], object]] = deque()
 forks.in_child(pending.clear)
@@ -41,7 +41,7 @@ def tell_loss(hold: Hold, reason: str) -> None:
         if (observer := signals.observer) is not None:
             _guarded(observer.lost, hold, held_for, reason)
         _guarded(signals.lock_lost.send_robust, hold.sender, **facts)
-        # Last: handlers wait for each other.
+        # Last, because log handlers wait for each other.
         _guarded(
             logger.warning,
             "lost key=%(key)r permit=%(permit)s backend=%(backend)s owner=%(owner)s "
@@ -91,9 +91,9 @@ def start_pending() -> None:
 
 
 def settle(seconds: float) -> None:
-    """Wait, for so long at most, until all who are being told have been.
+    """Wait at most this long until all news has been told.
 
-    What writes to standard error while the interpreter ends makes it abort.
+    Writing to standard error while the interpreter shuts down would make it abort.
     """
     until = clock.monotonic() + seconds
     # A thread that is only just being started can't be joined.

@@ -1,8 +1,8 @@
-"""Who "I" am: the thread, the asyncio task, the call that asgiref makes for one.
+"""Who "I" am: the thread, the asyncio task, or the call that asgiref makes for a task.
 
-An :class:`Owner` is one line of execution. Its locks are re-entrant for it, and no
-other line of execution is ever mistaken for it: thread numbers are used again and
-context variables are copied into child tasks, so neither serves.
+An :class:`Owner` is one line of execution. It can re-enter its locks, and no other line
+of execution is ever mistaken for it. Thread numbers are reused and context variables
+are copied into child tasks, so neither can identify it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Owner:
     __slots__ = ("__weakref__", "_leases", "holder")
 
     def __init__(self, name: str) -> None:
-        # A thread's name may hold what no text column takes.
+        # A thread's name may have characters that no text column takes.
         name = name.encode(errors="replace").decode().replace("\0", "?")
         self.holder = f"{_process} {name}"[:255]
         self._leases: list[weakref.ref[Any]] = []
@@ -79,7 +79,7 @@ _tasks: weakref.WeakKeyDictionary[asyncio.Task[object], Owner] = (
 
 def current() -> Owner:
     """Return the owner that the running code belongs to."""
-    # asyncio.current_task() raises where no loop is running, which takes longer.
+    # Without a running loop asyncio.current_task() raises, which takes longer.
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     if task is not None:
@@ -99,8 +99,8 @@ def current() -> Owner:
 def _asgiref_call() -> Owner | None:
     """Return the owner for the ``sync_to_async`` call that is under way, if any.
 
-    asgiref's thread-local list names the latest call, also when that is over; only the
-    stack tells whether one is running.
+    asgiref's thread-local names the latest call, even when that is over; only the stack
+    tells whether one is running.
     """
     running: list[object] = []
     frame: FrameType | None = sys._getframe(2)

@@ -1,4 +1,4 @@
-"""Which holds this process has, and which is the latest of a key."""
+"""Which holds this process has, and which is the latest for each key."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class Registry:
     """The holds of this process.
 
-    The garbage collector and signal handlers may come in the middle of any of this: it
-    is made of single steps on dictionaries and sets.
+    The garbage collector or a signal handler may interrupt it anywhere, so it consists
+    of single steps on dictionaries and sets.
     """
 
     def __init__(self) -> None:
-        #: What is to be done when a key may be free: those who wait set this.
+        #: Called when a key may be free; the wait queues set this.
         self.freed: Callable[[BaseBackend, str], object] = lambda backend, key: None
-        # Kept by those who write the first of these, for an instant.
+        # Held for an instant by whoever writes the first of these.
         self._mutex = threading.RLock()
         self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._all: set[weakref.ref[Hold]] = set()
@@ -40,7 +40,7 @@ class Registry:
         outdated = None
         if earlier is not None and earlier.is_live():
             ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
-            # The answer to an earlier request may come later.
+            # The answer to an earlier request may arrive later.
             outdated = hold if theirs > ours else earlier
         if outdated is not hold:
             with self._mutex:
@@ -55,18 +55,18 @@ class Registry:
     def note_forfeited(self, hold: Hold, holds: int) -> None:
         """Remember the holds of a lost grant, which the engine still counts.
 
-        Its explicit owner may take the key again before it is over there.
+        Its explicit owner may take the key again before the engine lets it lapse.
         """
         lost = hold.backend, hold.grant
         others = self._forfeited.get(lost, (0, 0.0))[0]
         self._forfeited[lost] = others + holds, hold.deadline + hold.terms.lease
 
     def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
-        """Return how many holds of a grant were lost here, to be subtracted once."""
+        """Return how many holds of a grant were lost here, to subtract them once."""
         return self._forfeited.pop((backend, grant), (0, 0.0))[0]
 
     def forget(self, now: float) -> None:
-        """Forget what nothing refers to any more, and what is long over."""
+        """Forget holds that nothing refers to any more, and what is long over."""
         with self._mutex:
             for place, ref in list(self._latest.items()):
                 if ref() is None and self._latest.get(place) is ref:
@@ -89,7 +89,7 @@ class Registry:
         return [hold for ref in list(self._all) if (hold := ref()) is not None]
 
     def discard(self, hold: Hold) -> None:
-        """Forget a hold; as the latest of its key it can still be found."""
+        """Stop watching a hold; as the latest of its key it can still be found."""
         if hold.ref is not None:
             self._all.discard(hold.ref)
 

@@ -1,11 +1,11 @@
 """Renewing leases in time, and noticing on time when they are lost.
 
 The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
-code, so that nothing can delay the news that a lease is over. Renewals are sent by a
-second thread, one for each backend that has something to renew, which takes all that
-are due together; one that hangs on a dead socket is given up and replaced once its
-leases are lost. Both linger for a while when there is nothing left to do: a thread
-started for each short lock costs more than the lock.
+code, so nothing can delay the news that a lease is over. A second thread sends the
+renewals, one for each backend that has something to renew, and takes all that are due
+together. If it hangs on a dead socket, it is abandoned and replaced once its leases are
+lost. Both linger for a while when there is nothing left to do: starting a thread for
+each short lock would cost more than the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .registry import registry
 logger = logging.getLogger("dblocks")
 
 LONGEST_SLEEP = 0.5
-"""Seconds after which the scheduler looks for holds that were forgotten."""
+"""Seconds after which the scheduler looks for forgotten holds."""
 
 LINGER = 2.0
 """Seconds after which a scheduler that has nothing to watch ends."""
@@ -61,15 +61,15 @@ class RenewalScheduler:
         self._wakes.put(None)
 
     def _start(self) -> None:
-        # Of two that are started at once, or one whose start was interrupted, the one
-        # that is named here goes on.
+        # If two are started at the same time, or a start was interrupted, the one that
+        # is named here goes on.
         self._thread = threading.Thread(
             target=self._run, name="dblocks-scheduler", daemon=True
         )
         try:
             self._thread.start()
         except RuntimeError:
-            # The interpreter is going down, or has no threads.
+            # The interpreter is shutting down, or can't run threads.
             logger.warning("leases are not renewed: no thread can be started")
 
     def _run(self) -> None:
@@ -82,14 +82,14 @@ class RenewalScheduler:
                 idle_since, self._used = now, False
             elif now - idle_since >= LINGER:
                 self._thread = None
-                # What was added in the meantime has seen a scheduler at work.
+                # A hold that was added in the meantime has seen a running scheduler.
                 if registry.is_empty() or self._thread is not None:
                     return
                 self._thread = me
             self._sleep()
 
     def _look(self, now: float) -> None:
-        """Tell what is lost, send what is due."""
+        """Report losses, and send the renewals that are due."""
         live: list[Hold] = []
         for hold in registry.all():
             if hold.is_referred_to():
@@ -121,7 +121,7 @@ class RenewalScheduler:
         now, worker = clock.monotonic(), self._workers.get(backend)
         patience = min(hold.terms.interval for hold in batch) / 2
         if worker is not None and worker.batch and now - worker.used_at > patience:
-            # It hangs, perhaps on a dead socket; these have no time to wait for it.
+            # It hangs, perhaps on a dead socket; the batch can't wait for it.
             self._dismiss(backend, worker)
             worker = None
         for hold in batch:
@@ -141,7 +141,7 @@ class RenewalScheduler:
     def _sleep(self) -> None:
         now = clock.monotonic()
         self._wakes_at = min(now + LONGEST_SLEEP, _next_event())
-        # What was added before that was written may be due earlier.
+        # A hold that was added before that line may be due earlier.
         wakes_at = min(self._wakes_at, _next_event())
         with suppress(queue.Empty):
             if wakes_at > now:
@@ -162,7 +162,7 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
     due: dict[BaseBackend, list[Hold]] = {}
     backends = {hold.backend for hold in live if hold.renew_at <= now}
     for hold in live:
-        # What is nearly due comes along: the leases of a process fall into step.
+        # Nearly due leases come along, so that a process's leases fall into step.
         nearly = hold.renew_at <= now + hold.terms.interval / 4
         if hold.backend not in backends or not nearly:
             continue
@@ -172,7 +172,7 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
         if hold.test_connection is None:
             due.setdefault(hold.backend, []).append(hold)
         else:
-            # Nobody else can see the row; it is renewed when the test next asks.
+            # Only the test can see the row; it is renewed when the test next asks.
             hold.extend(now)
             answer = partial(hold.note_answer, sent=now)
             hold.backend.owe(hold.test_connection, hold.renewal(), answer)
@@ -187,13 +187,13 @@ class _Worker(threading.Thread):
         self._scheduler = scheduler
         self._backend = backend
         self._batches: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        #: What it is at, or nothing.
+        #: What it is renewing, if anything.
         self.batch: list[weakref.ref[Hold]] = []
         self.used_at = clock.monotonic()
         self.give_up_at = 0.0
 
     def end(self) -> None:
-        """End, after what it is at."""
+        """End, after the present batch."""
         self._batches.put(False)
 
     def take(self, batch: list[Hold]) -> None:
@@ -244,7 +244,7 @@ def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
 
 
 def _soon(hold: Hold) -> float:
-    """Seconds until a renewal that could not be made is tried again."""
+    """Return the seconds until a failed renewal is tried again."""
     return min(hold.terms.interval / 4, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Giving back the holds of several keys, in one statement where that can be."""
+"""Releases the holds of several keys, in one statement if possible."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .holds import RELEASED, Hold, nobody
 
 
 def release_together(holds: list[Hold], committed: bool) -> list[bool]:
-    """:meth:`Hold.release` for several of one owner; in one statement where it can be.
+    """:meth:`Hold.release` for several holds of one owner, in one statement if possible.
 
     Raises:
-        DatabaseError: As there. What could be given back has been.
+        DatabaseError: As there. Every hold that could be released has been.
     """
     if len(holds) == 1:
         return [holds[0].release(committed)]
@@ -24,7 +24,7 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
         for hold, held in _release_last(holds).items():
             released[hold] = held
 
-    # However one of them ends, the others are written too.
+    # If one of them fails, the others are written all the same.
     with ExitStack() as work:
         for hold in holds:
             work.enter_context(hold.mutex)
@@ -42,13 +42,13 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
 
 
 def undo_together(holds: list[Hold], owner: str | None = None) -> None:
-    """Give back what was taken for a set that did not become complete.
+    """Release the holds of a set that could not be completed.
 
-    What was granted to that owner, whose id nobody else has, doesn't cool. Raises as
-    :meth:`Hold.release`.
+    Grants to ``owner``, an id that nobody else has, don't cool. Raises what
+    :meth:`Hold.release` raises.
     """
     for hold in holds:
-        # An interrupt in what follows may keep those who asked alive for a while.
+        # An interrupt below may keep the claims alive for a while.
         hold.promised = nobody
     with ExitStack() as work:
         unused = []
