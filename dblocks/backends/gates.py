@@ -5,30 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 QUEUE_FOR = 1.2
-"""Seconds for which one queues at a gate; a signal is not noticed in the meantime."""
+"""Seconds to queue at a gate at a time; meanwhile no signal is noticed."""
 
 QUEUE_BRIEFLY = 0.4
-"""The same while the key is free or soon will be: who has the gate may be stopped."""
+"""The same while the key is or will soon be free: the gate's owner may be stopped."""
 
 
 class Gate(ABC):
-    """A queue for one key that spans processes; one object an attempt.
+    """A queue for one key that spans processes; one object for each attempt.
 
-    The gate is a doorbell, never the truth: who has it may look at the key, and the
-    engine alone says who holds that. On database servers it is a session lock.
+    The gate is a doorbell, never the truth: its owner may look at the key, but only the
+    engine says who holds the key. On database servers it is a session lock.
     """
 
     #: Whether the caller has it.
     held = False
-    #: Whether it is had only while the key is free, or a permit of it.
+    #: Whether it can be had only while the key, or a permit of it, is free.
     is_bell = False
-    #: Whether others are told that who has it waits, and doesn't hold the key.
+    #: Whether it shows others that its owner is waiting, and doesn't hold the key.
     shows_waiter = False
     #: The shortest wait, in seconds, that the engine can count.
     shortest = 0.0
 
     def patience(self, remaining: float) -> float:
-        """Return for how long, in seconds, to queue before the next look at the key.
+        """Return how long to queue, in seconds, before the next look at the key.
 
         Args:
             remaining: Seconds until the key is free by itself.
@@ -37,14 +37,14 @@ class Gate(ABC):
 
     @abstractmethod
     def enter(self, seconds: float) -> None:
-        """Queue for this long at most; afterwards see :attr:`held`.
+        """Queue for this long at most; then see :attr:`held`.
 
         Raises:
-            GateClosed: It can't be had: wait without it.
+            GateClosed: There is no gate: wait without it.
         """
 
     def show_waiter(self, waits: bool) -> None:
-        """Tell others, who count waiters, that who has it waits, or waits no more."""
+        """Show whoever counts waiters that the owner waits, or no longer waits."""
         self.shows_waiter = waits
 
     @abstractmethod

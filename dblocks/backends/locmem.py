@@ -30,7 +30,7 @@ from .values import (
 
 @dataclass(frozen=True)
 class _Row:
-    """A key's state; the moments are of the local clock."""
+    """A key's state; times are of the local clock."""
 
     version: int
     expires_at: float
@@ -63,7 +63,7 @@ _tables: dict[str, _Table] = {}
 
 
 def _after_fork_in_child() -> None:
-    # Another thread may have been inside at the moment of the fork.
+    # Another thread may have held the mutex at the moment of the fork.
     for table in _tables.values():
         table.mutex = threading.RLock()
 
@@ -111,7 +111,7 @@ class LocMemBackend(BaseBackend):
             return Granted(grant, row.max_until - now, again=again)
 
     def _row_key(self, request: Request, now: float) -> str:
-        """Return the key of the row that the owner has, or may have first."""
+        """Return the key of the row that the owner has, or can have first."""
         first = row_key(request.key, request.permit)
 
         def preference(key: str) -> tuple[bool, float, bool]:
@@ -221,7 +221,7 @@ class LocMemBackend(BaseBackend):
             )
 
     def move_clock(self, seconds: float) -> None:
-        """Do nothing: this is the local clock, which is moved for all."""
+        """Do nothing: the local clock is moved for everybody anyway."""
 
     def clear(self) -> None:
         """Free all keys of this alias. Fencing tokens go on rising."""

@@ -1,11 +1,11 @@
-"""Messages of system checks, which all point at where more is said."""
+"""Messages of system checks; each links to its section in the documentation."""
 
 from __future__ import annotations
 
 from django.core import checks
 
 PAGE = "https://django-dblocks.readthedocs.io/en/latest/checks.html"
-"""The documentation's page about checks, which has a section for each."""
+"""The page about checks in the documentation, with a section for each."""
 
 
 def error(check: str, message: str, hint: str) -> checks.Error:

@@ -1,4 +1,4 @@
-"""The values that travel between those who wait, those who hold and the engines.
+"""The values that pass between waiting, holding and the engines.
 
 Durations are seconds; moments are of the local clock unless a name says otherwise.
 """
@@ -14,20 +14,20 @@ from ..permits import apart
 from .gates import Gate
 
 FOREVER = 10.0**9
-"""Seconds, some thirty years: the limit of what has none."""
+"""Seconds, some thirty years: stands for no limit."""
 
 PINNED_GRACE = 0.25
-"""Seconds for which a key is tried again that is free but can't be had.
+"""Seconds for which a key that is free but can't be taken is tried again.
 
-A transaction may have it pinned, perhaps for an instant only; or others queue for it,
-and if they haven't taken it by then, they don't come.
+A transaction may have it pinned, perhaps only for an instant. Or others queue for it;
+if they haven't taken it by then, they won't.
 """
 
 
 class Grant(NamedTuple):
     """One grant of a key to an owner; ``version`` is the fencing token.
 
-    An engine without tokens has ``None`` there.
+    On an engine without tokens ``version`` is ``None``.
     """
 
     key: str
@@ -40,8 +40,8 @@ class Granted(NamedTuple):
 
     Attributes:
         limit: No renewal moves the expiry beyond this many seconds from now.
-        again: The owner had the key already, by another thread or process.
-        gate: The key's gate, if it was entered for this; to be left after the release.
+        again: The owner had the key already, in another thread or process.
+        gate: The key's gate, if it was entered for this; left after the release.
     """
 
     grant: Grant
@@ -57,11 +57,11 @@ class Request:
     Attributes:
         permits: How many may have the key at a time.
         permit: The permit to begin with.
-        explicit: The owner's id was given by the caller and may hold the key already,
-            in another thread or process.
+        explicit: The caller gave the owner's id, which may hold the key already in
+            another thread or process.
         forfeits: Says, once, how many holds of a grant of that owner were lost here
-            and not given back.
-        gate: The key's gate, at which the caller queues or which it has.
+            and not released.
+        gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
     """
 
@@ -85,10 +85,10 @@ class Reading:
     """What was seen of a key that somebody has.
 
     Attributes:
-        remaining: Seconds until the key is free by itself; 0 or less means that it is
-            free, and if an attempt failed all the same, that a transaction pins it.
+        remaining: Seconds until the key is free by itself. 0 or less: it is free, or,
+            if an attempt has failed all the same, a transaction pins it.
         limit: Seconds beyond which no renewal moves the expiry.
-        permit: Which of a lock's permits this is of, the one that is free first.
+        permit: Which permit of the lock was seen: the one that will be free first.
     """
 
     owner: str = ""
@@ -105,7 +105,7 @@ class Reading:
         if (self.owner, self.version) == (grant.owner, grant.version):
             return None if self.remaining > 0 else "expired"
         if self.version is None or grant.version is None:
-            # A force release leaves who had it, and nothing else of the grant.
+            # A force release leaves the holder's name, and nothing else of the grant.
             is_forced = self.holder and self.acquired_at is None
             return "taken" if self.owner else "forced" if is_forced else "expired"
         if self.is_forced_from(grant):
@@ -116,12 +116,12 @@ class Reading:
         """Tell whether the grant was force-released, and nobody has had it since."""
         if self.version is None or grant.version is None:
             return False
-        # A force release is the only act that leaves no moment of acquisition.
+        # Only a force release leaves no time of acquisition.
         return self.version == grant.version + 1 and self.acquired_at is None
 
 
 def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
-    """Return what was seen of the row that is free first; one that isn't there is."""
+    """Return the reading of the row that is free first; a missing row is free."""
     free = Reading()
     key = min(keys, key=lambda key: seen.get(key, free).remaining)
     return replace(seen.get(key, free), permit=apart(key)[1])
@@ -131,12 +131,12 @@ def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
 class Entry:
     """A lock, or one of its permits, as operators see it, by the engine's clock.
 
-    Has what the commands ask of a row of ``DistributedLock``, under the same names.
+    Has the attributes of ``DistributedLock`` that the commands need.
 
     Attributes:
-        key: The row's, of which ``lock_key`` and ``permit`` are the parts.
+        key: The row's key; ``lock_key`` and ``permit`` are its parts.
         remaining: Seconds until the key is free by itself; 0 or less: it is.
-        release_requested_at: Since when the holder has been asked to finish.
+        release_requested_at: When the holder was asked to finish.
     """
 
     key: str
@@ -172,9 +172,9 @@ class Waiters(NamedTuple):
     """Who waits for a key.
 
     Attributes:
-        number: How many; ``None`` where the engine doesn't know.
-        since: Since when the first of them waits, where that is known.
-        names: Who they are, for people, as far as that is known.
+        number: How many; ``None`` if the engine doesn't know.
+        since: When the first of them began to wait, if known.
+        names: Who they are, for people, as far as known.
     """
 
     number: int | None = None
@@ -191,11 +191,11 @@ class Renewal(NamedTuple):
 
 @dataclass(slots=True)
 class Renewed:
-    """What became of renewals.
+    """The outcome of renewals.
 
     Attributes:
-        extended, lost: Those in neither were busy: try again soon.
-        requested: Those whose holder is asked to finish.
+        extended, lost: Grants in neither were busy: try again soon.
+        requested: Grants whose holder is asked to finish.
     """
 
     extended: set[Grant] = field(default_factory=set)

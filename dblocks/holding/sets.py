@@ -8,7 +8,7 @@ from .holds import RELEASED, Hold, nobody
 
 
 def release_together(holds: list[Hold], committed: bool) -> list[bool]:
-    """:meth:`Hold.release` for several holds of one owner, in one statement if possible.
+    """:meth:`Hold.release` for several of one owner, in one statement if possible.
 
     Raises:
         DatabaseError: As there. Every hold that could be released has been.
