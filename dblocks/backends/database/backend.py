@@ -78,7 +78,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         self._owed: dict[
             Grant, tuple[object, Renewal, Callable[[Renewed], object]]
         ] = {}
-        #: The keys that tests have asked for, with the connection and its block.
+        #: Keys that tests have asked for, with their connection and ``atomic`` block.
         self._of_tests: dict[str, tuple[Connection, object]] = {}
 
     @property
@@ -107,7 +107,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not self._is_busy(error):
                 raise
-            # Another's transaction has the one writer's lock, on this key perhaps.
+            # Another transaction has the write lock, perhaps for this very key.
             answer = self.look(keys, 0.0)
         self._note_test(*keys)
         warn_of_snapshot(using)
@@ -160,14 +160,14 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not self._is_busy(error):
                 raise
-            # The key is the owner's; the row can be told of it some other time.
+            # The owner has the key; the row can be written some other time.
             return Renewed()
 
     def _least(self, patience: float) -> float:
         return max(patience, dialects.known(connections[self.using]).patience)
 
     def _is_busy(self, error: Exception) -> bool:
-        """Tell whether others kept SQLite from reading or writing all that time."""
+        """Tell whether others kept SQLite busy all that time."""
         return dialects.known(connections[self.using]).is_busy(error)
 
     def read(self, key: str) -> Reading | None:
@@ -229,7 +229,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         connection = connections[self.using]
         if dialects.of(connection).has_row_locks:
             return None
-        # A transaction that has read can't write any more once somebody else has.
+        # A transaction that has read can't write once somebody else has written.
         return partial(transactions.in_transaction, connection)
 
     @contextmanager
@@ -284,12 +284,12 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def _are_a_tests(self, keys: Sequence[str]) -> bool:
         """Tell whether a row may be in the transaction of another thread's test.
 
-        To insert it would be to wait for the end of the test.
+        Inserting it would mean waiting for the end of that test.
 
         Raises:
-            LockError: The caller's own transaction has one of them locked.
-            TransactionManagementError: Autocommit is off by hand: nobody would see
-                when to release.
+            LockError: The caller's own transaction has one of the rows locked.
+            TransactionManagementError: Autocommit was switched off by hand: nobody
+                would see when to release.
         """
         transactions.transaction_is_open()
         for key in keys:
@@ -307,7 +307,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         return False
 
     def _catch_up(self, connection: Connection) -> None:
-        """Renew what is owed on a test's connection: nobody else sees its rows."""
+        """Make the renewals owed on a test's connection: nobody else sees its rows."""
         due = [g for g, owed in list(self._owed.items()) if owed[0] is connection]
         owed = {grant: self._owed.pop(grant) for grant in due}
         renewals = [renewal for _, renewal, _ in owed.values()]

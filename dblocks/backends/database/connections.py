@@ -1,9 +1,9 @@
 """The connection that a lock operation runs on.
 
-Lock operations never run in a transaction of the caller's: they would be seen by
-nobody until its commit, undone by its rollback, and blind behind its snapshot. Where
-the thread's connection is in autocommit, it serves; inside ``atomic()`` there is a
-second one beside it.
+Lock operations never run in the caller's transaction: nobody would see them until its
+commit, its rollback would undo them, and its snapshot would hide the present row. If
+the thread's connection is in autocommit, they use that; inside ``atomic()`` they use a
+second one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class ReplyLost(DatabaseError):
-    """The statement was carried out, and its reply can't be trusted."""
+    """The statement was carried out, but its reply can't be trusted."""
 
 
 class _Beside(dict[str, Connection]):
@@ -43,7 +43,7 @@ class _Beside(dict[str, Connection]):
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # A forked child drops the other threads', which are their parent's.
+        # A forked child drops those of other threads: they are the parent's.
         if self._pid == os.getpid():
             for connection in self.values():
                 close(connection)
@@ -58,17 +58,17 @@ class _Thread(threading.local):
         self.pins: dict[str, Connection] = {}
         #: This thread is dblocks' own: nothing runs on Django's connections.
         self.is_own = False
-        #: Nor may anything hang for long.
+        #: Nothing may hang for long.
         self.waits_briefly = False
-        #: The connections on which an operation of this thread is under way. Code
-        #: that runs in the middle of it, a signal handler's, needs another.
+        #: The connections on which an operation of this thread is under way. A signal
+        #: handler that interrupts it needs another one.
         self.busy: list[Connection] = []
 
 
 _thread = _Thread()
 
 #: Every open connection of dblocks' own in this process. After a fork the child must
-#: not let go of one: to deallocate it would end the parent's session.
+#: keep them all: deallocating one would end the parent's session.
 _open: set[Connection] = set()
 _inherited: list[object] = []
 
@@ -76,9 +76,9 @@ _inherited: list[object] = []
 def separate_connection(alias: str, **limits: int) -> Connection:
     """Return a new connection to a database, outside Django's and outside any pool.
 
-    Of a driver option that is in ``limits`` and in the settings the smaller holds.
+    Of a driver option in ``limits`` and in the settings, the smaller value counts.
     """
-    # Not connections.create_connection(): a copy follows the test database.
+    # Not connections.create_connection(): a copy uses the test database too.
     connection: Connection = connections[alias].copy()
     options = connection.settings_dict["OPTIONS"]
     options.pop("pool", None)
@@ -104,7 +104,7 @@ KEPT_IDLE = 2.0
 
 
 class IdleConnections:
-    """Connections of dblocks' own that nobody uses for a moment.
+    """Connections of dblocks' own that nobody is using.
 
     Nothing here may wait for another thread: the garbage collector or a signal handler
     may run any of it in the middle of itself.
@@ -152,20 +152,20 @@ class IdleConnections:
         """Close what has been idle for so many seconds."""
         since = time.monotonic() - older_than
         for idle in list(self._idle.values()):
-            # Others may take what is seen here.
+            # Others may take a connection that is seen here.
             with suppress(IndexError):
                 while idle[0][0] <= since:
                     self.drop(idle.popleft()[1])
 
 
 idle = IdleConnections()
-"""What serves in the place of connections that would come from a pool."""
+"""Used instead of connections that would come from a pool."""
 
 forks.in_child(idle.__init__)  # type: ignore[misc]
 
 
 def run_apart() -> None:
-    """Keep what this thread, dblocks' own, asks off Django's connections and pools."""
+    """Keep this thread, dblocks' own, off Django's connections and pools."""
     _thread.is_own = True
 
 
@@ -195,7 +195,7 @@ def pin_connection(alias: str) -> Connection:
 
 @contextmanager
 def reading_beside(connection: Connection) -> Iterator[Connection]:
-    """A connection to read on what an open transaction may not see, or not yet read."""
+    """A connection for reads that an open transaction can't make, or not yet."""
     alone = transactions.in_test_case(connection) or connection.is_in_memory_db()  # type: ignore[attr-defined]
     beside = connection if alone else separate_connection(connection.alias)
     try:
@@ -206,11 +206,11 @@ def reading_beside(connection: Connection) -> Iterator[Connection]:
 
 
 def can_write(alias: str) -> bool:
-    """Tell whether a lock can be written beside what this thread has open."""
+    """Tell whether a lock can be written during this thread's open transactions."""
     connection = connections[alias]
     in_own = connection.in_atomic_block and not transactions.in_test_case(connection)
     if not in_own and alias not in _thread.pins:
-        # An event loop, which may not ask a server for its dialect, comes here.
+        # Also reached in an event loop, which may not ask a server for its dialect.
         return True
     return dialects.of(connection).has_row_locks
 
@@ -231,7 +231,7 @@ def _beside(alias: str) -> Connection:
 
 
 def _close_together(connection: Connection, beside: _Beside) -> None:
-    """Close the connection beside a thread's own whenever that is closed."""
+    """Close the second connection whenever the thread's own is closed."""
     if "close" in vars(connection):
         return
     alias, kind = connection.alias, type(connection)
@@ -259,7 +259,7 @@ def _discard(kept: dict[str, Connection], alias: str) -> None:
 
 
 def _discard_if_idle(alias: str, used: Connection) -> None:
-    """Close what served in the place of an unusable connection."""
+    """Close a connection that replaced an unusable one."""
     idle = not _thread.is_own and not connections[alias].in_atomic_block
     if idle and used is _thread.beside.get(alias):
         _discard(_thread.beside, alias)
@@ -298,16 +298,16 @@ def _connection(alias: str, *, writes: bool) -> Connection:
 
 
 def _would_use_pool(connection: Connection) -> bool:
-    """Tell whether it is Django's, and opening it takes one out of a pool."""
+    """Tell whether it is Django's, and would take a connection out of a pool."""
     closed = connection.connection is None
     return closed and bool(connection.settings_dict["OPTIONS"].get("pool"))
 
 
 def _spare(connection: Connection) -> Connection | None:
-    """Return one to use in the place of another, where that can't serve."""
+    """Return a connection to use instead of one that can't be used."""
     alias = connection.alias
     if _would_use_pool(connection):
-        # Who waits must not use up the pool, and who holds must be able to release.
+        # Waiters must not use up the pool, and holders must be able to release.
         return idle.find(alias) or separate_connection(alias)
     busy = _thread.busy
     if busy and connection in busy and dialects.of(connection).has_row_locks:
@@ -332,15 +332,15 @@ def run(
 ) -> T:
     """Run a lock operation outside the caller's transactions.
 
-    What the database asks to be repeated is repeated for ``patience`` seconds, by
-    default for as long as a statement of the caller's would wait by itself. After
-    a dropped connection that is done on one of dblocks' own; Django's is left as it
-    was found, because a new one would lack the session's settings in silence.
+    If the database asks for it, the operation is repeated for ``patience`` seconds; by
+    default for as long as a statement of the caller's would wait by itself. After a
+    dropped connection it is repeated on one of dblocks' own; Django's is left as it was
+    found, because a new one would silently lack the session's settings.
 
     Args:
         operation: Gets the connection and the arguments.
-        writes: Whether it writes; reading is possible beside a SQLite transaction.
-        again: Takes its place once it may have been carried out, its answer lost.
+        writes: Whether it writes; a SQLite transaction allows reads beside it.
+        again: Replaces it once it may have been carried out and its answer was lost.
     """
     started, attempt = time.monotonic(), 0
     busy = _thread.busy
@@ -378,7 +378,7 @@ def run(
 def _may_repeat(
     alias: str, connection: Connection, error: Exception, give_up: float
 ) -> bool:
-    """Tell whether an operation is to be repeated; not on a connection that is dead."""
+    """Tell whether to repeat an operation; note a dead connection, to avoid it."""
     dialect = dialects.known(connection)
     if time.monotonic() >= give_up:
         return False
@@ -401,9 +401,9 @@ _snapshots_warned: set[str] = set()
 
 
 def warn_of_snapshot(alias: str) -> None:
-    """Warn, once a database, of a lock that is taken inside a snapshot's transaction.
+    """Warn, once for each database, of a lock that is taken under an old snapshot.
 
-    What such a transaction read before the lock was taken stays as old as that.
+    Whatever the transaction read before it took the lock stays as old as that.
     """
     if alias not in _thread.beside or alias in _snapshots_warned:
         return

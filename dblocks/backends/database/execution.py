@@ -1,4 +1,4 @@
-"""Running a statement on the connection that is given, and trusting its reply."""
+"""Runs a statement on a given connection, and makes sure that the reply is its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Values = dict[str, Any]
 """What a statement's placeholders stand for."""
 
 MOST_KEPT = 64
-"""Values up to which a plan is kept; there are too many longer statements, each for
-another number of keys."""
+"""The most values of a statement whose plan is kept. There are too many longer ones,
+each for another number of keys."""
 
 _NAMED = re.compile(r"%\((\w+)\)s")
 
@@ -31,9 +31,10 @@ def _positional(sql: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _filled(dialect: Dialect, sql: str, values: Values) -> tuple[str, Any]:
-    """Return a statement by position where that is faster, and what it is filled with.
+    """Return a statement, with positional values where that is faster, and its values.
 
-    On SQLite it isn't: Django looks for positions with a regular expression each time.
+    On SQLite it isn't: each time, Django searches for positions with a regular
+    expression.
     """
     if dialect.fills_by_name:
         return sql, values
@@ -42,7 +43,7 @@ def _filled(dialect: Dialect, sql: str, values: Values) -> tuple[str, Any]:
 
 
 def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int | None]:
-    """Run a statement that returns no rows; how many it changed, and the version.
+    """Run a statement without a result; return the number of rows, and the version.
 
     On MySQL and MariaDB the driver reads both from the connection after the statement.
     A signal handler or the garbage collector may run another one there in between,
@@ -63,7 +64,7 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
             finally:
                 inside = False
 
-        # The innermost: what other wrappers run, they run before or after.
+        # The innermost wrapper: others run their statements before or after it.
         wrappers = connection.execute_wrappers
         wrappers.append(note)
         try:
@@ -80,7 +81,7 @@ def changes(connection: Connection, sql: str, values: Values) -> bool:
 
 
 def write(connection: Connection, name: str, grant: Grant, **values: object) -> bool:
-    """Run the statement of that name; whether the grant was current."""
+    """Run the statement of that name; tell whether the grant was current."""
     sql = getattr(statements.of(dialects.of(connection)), name)
     return changes(connection, sql, {**grant._asdict(), **values})
 
@@ -88,7 +89,7 @@ def write(connection: Connection, name: str, grant: Grant, **values: object) -> 
 def fetch(
     connection: Connection, sql: str, values: Values, *, again: bool = False
 ) -> list[tuple[Any, ...]]:
-    """Run a statement that returns rows; ``again`` and again, its plan is kept."""
+    """Run a statement that returns rows; if run ``again`` and again, keep its plan."""
     dialect = dialects.of(connection)
     kept = again and len(values) <= MOST_KEPT
     with dialect.cursor(connection) if kept else connection.cursor() as cursor:
@@ -104,7 +105,7 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
         return version if rowcount else None
     with dialect.cursor(connection) as cursor:
         cursor.execute(*_filled(dialect, sql, values))
-        # The statement is over, and on SQLite committed, when nothing is left of it.
+        # Read to the end: only then is the statement over, and on SQLite committed.
         rows = cursor.fetchall()
     if not rows:
         return None
@@ -125,7 +126,7 @@ def new_versions(connection: Connection, sql: str, values: Values) -> dict[str, 
 def inserted(
     connection: Connection, insert: Callable[..., Any], sql: str, values: Values
 ) -> Any:
-    """Run an insert; ``None`` when the row is there already."""
+    """Run an insert; return ``None`` if the row exists already."""
     savepoint = connection.savepoint() if connection.in_atomic_block else None
     try:
         result = insert(connection, sql, values)

@@ -37,7 +37,7 @@ class After(Func):
 
 
 class SecondsUntil(Func):
-    """``SecondsUntil(moment)``: from the database's now; negative when past."""
+    """``SecondsUntil(moment)``: from the database's now; negative for the past."""
 
     output_field = FloatField()
     arity = 1

@@ -12,7 +12,7 @@ from . import dialects
 
 
 def as_utc(value: datetime | str | None) -> datetime | None:
-    """Return a moment as the database's driver gave it as an aware UTC one."""
+    """Turn a moment from the database's driver into an aware one in UTC."""
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     return value and value.replace(tzinfo=timezone.utc)
@@ -49,7 +49,7 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
             value = self.get_prep_value(value)
         if not isinstance(value, datetime) or dialects.of(connection).has_zones:
             return value
-        # Fixed width, so that SQLite's comparison as text is one by time.
+        # Fixed width: then SQLite, which compares text, compares times.
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
 
     def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
@@ -65,10 +65,10 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
 class GuardConstraint(models.UniqueConstraint):
     """A unique index on PostgreSQL alone, for ``SELECT … FOR KEY SHARE``.
 
-    There, a row lock of that strength conflicts with an update of the columns of a
-    unique index and with nothing else: with the version in one, the guard holds off
-    take-overs and lets renewals through. InnoDB must not have it: a second unique
-    index is what its inserts deadlock on.
+    There, a row lock of that strength conflicts only with an update of the columns of a
+    unique index. With the version in such an index, the guard holds off take-overs and
+    lets renewals through. InnoDB must not have it: its inserts would deadlock on a
+    second unique index.
     """
 
     def constraint_sql(self, model: Any, schema_editor: Any) -> Any:

@@ -1,15 +1,15 @@
 """Gates of SQLite: locks on single bytes of an empty file beside the database.
 
-The kernel frees them when a process ends, and wakes who waits. They say who may look,
-never who holds: the row does.
+The kernel frees them when a process ends, and wakes the next waiter. They say who may
+look, never who holds: the row does.
 
-A key has two bytes. Who has the key keeps the first, so that nobody must write to
-find it taken. Of those that wait, each in a thread of its own, one at a time has the
-second and waits for the first; whoever comes meanwhile stands behind it.
+A key has two bytes. The holder of the key keeps the first locked, so that nobody must
+write to find the key taken. Waiters, each in a thread of its own, queue for the second;
+the one that has it waits for the first.
 
-The locks belong to open file descriptions (``F_OFD_SETLK``, Linux): other threads'
-exclude each other too, and closing another descriptor of the file frees none. The
-garbage collector or a signal handler may come in the middle of any of this.
+The locks belong to open file descriptions (``F_OFD_SETLK``, Linux): so threads exclude
+each other too, and closing another descriptor of the file frees none. The garbage
+collector or a signal handler may interrupt any of this.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ except ImportError:  # Windows
 logger = logging.getLogger("dblocks")
 
 SUFFIX = "-dblocks"
-"""What the file is called, after the database's name."""
+"""What follows the database's name in the name of the file."""
 
 AVAILABLE = hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
 
 KEPT_IDLE = 8
-"""Descriptors of a file that are kept for the next gates."""
+"""The most descriptors of a file that are kept for later gates."""
 
 MOST_ASKERS = 64
-"""Threads of this process that queue in the kernel; further waiters do without."""
+"""The most threads of this process that queue in the kernel; others do without."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, process."""
@@ -59,7 +59,7 @@ class _Descriptor:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        # As SQLite does it for its own files beside the database.
+        # As SQLite does for its own files next to the database.
         mode = os.stat(path).st_mode & 0o666
         self._number = os.open(path + SUFFIX, os.O_RDWR | os.O_CREAT, mode)
         self._file = os.fstat(self._number)
@@ -79,7 +79,7 @@ class _Descriptor:
         return cls(path)
 
     def is_current(self) -> bool:
-        """Tell whether the file is still the one that others would open."""
+        """Tell whether this is still the file that others would open."""
         try:
             return os.path.samestat(os.stat(self._path + SUFFIX), self._file)
         except FileNotFoundError:
@@ -91,8 +91,8 @@ class _Descriptor:
         if len(idle) >= KEPT_IDLE:
             self.close()
             return
-        # As another object: the garbage collector may be about to finalize this one,
-        # and a gate of the same garbage gives it back.
+        # As a new object: the garbage collector may be about to finalize this one, if
+        # the gate that gives it back is garbage too.
         kept = _Descriptor.__new__(_Descriptor)
         kept._path, kept._file = self._path, self._file
         kept._number, self._number = self._number, -1
@@ -101,11 +101,11 @@ class _Descriptor:
             idle.append(kept)
 
     def __del__(self) -> None:
-        # Whatever an interrupt kept from its gate is free again.
+        # A lock that an interrupt kept from its gate is freed here.
         self.close()
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Lock a byte; whether it was had."""
+        """Lock a byte; tell whether that succeeded."""
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
             self._call(command, fcntl.F_WRLCK, byte)
@@ -138,16 +138,16 @@ _open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
 _idle: dict[str, deque[_Descriptor]] = {}
 
 _mutex = threading.RLock()
-"""Kept for an instant, by who changes what an asker knows of its gate."""
+"""Held for an instant by whoever changes the gate of an asker."""
 
 _askers: dict[tuple[str, int], _Asker] = {}
-"""The threads that queue for a byte, one at most for each in this process."""
+"""The threads that queue for a byte, at most one for each byte in this process."""
 
 
 class _Asker(threading.Thread):
-    """Queues for a key's bytes, which nothing can stop, and hands the first one on.
+    """Queues for a key's bytes, which can't be stopped, and hands on the first.
 
-    Should its gate be left meanwhile, another of this process may take its place.
+    If its gate is left meanwhile, another gate of this process may take its place.
     """
 
     def __init__(self, descriptor: _Descriptor, path: str, byte: int) -> None:
@@ -157,7 +157,7 @@ class _Asker(threading.Thread):
         self.gate: FileLock | None = None
 
     def give_up(self) -> None:
-        """Queue for nothing: no thread can be started."""
+        """Don't queue: no thread can be started."""
         with _mutex:
             if _askers.get(self._place) is self:
                 del _askers[self._place]
@@ -187,14 +187,14 @@ class _Asker(threading.Thread):
 
 
 def gate_of(connection: Connection, key: str) -> FileLock | None:
-    """Return the gate of a key, not yet entered, where there are such gates."""
+    """Return the gate of a key, not yet entered, if there are such gates."""
     path = str(connection.settings_dict["NAME"])
     if not AVAILABLE or path.startswith("file:"):
         return None
     return FileLock(_real_path(os.path.abspath(path)), key)
 
 
-#: By any name, a file has one queue. To follow links takes longer than the lock.
+#: A file has one queue, by whatever name. Following links takes longer than a lock.
 _real_path = cache(os.path.realpath)
 
 
@@ -210,7 +210,7 @@ class FileLock(Gate):
         self._bell.acquire()
 
     def try_enter(self) -> bool:
-        """Enter if nobody has the key's byte and nobody queues for it."""
+        """Enter if nobody has the key's byte or queues for it."""
         try:
             descriptor = _Descriptor.take(self._path)
             if descriptor.is_free(self._byte + 1) and descriptor.lock(self._byte):
@@ -237,7 +237,7 @@ class FileLock(Gate):
             with _mutex:
                 if not self._asks() and not self.try_enter():
                     new = self._ask()
-            # A thread that starts may be the one to collect garbage, and with it gates.
+            # A starting thread may run the garbage collector, which may leave gates.
             if new is not None:
                 new.start()
         except (OSError, RuntimeError) as error:
@@ -248,10 +248,10 @@ class FileLock(Gate):
             self._bell.acquire(timeout=seconds)
 
     def _asks(self) -> bool:
-        """Tell whether a thread queues for it, be it one that is left over."""
+        """Tell whether a thread queues for it, even a left-over one."""
         asker = _askers.get((self._path, self._byte))
         if asker is None or (asker.gate is None and asker.ident is None):
-            # An interrupt kept it from its start.
+            # An interrupt kept it from starting.
             return False
         if asker.gate is None:
             asker.gate = self
@@ -268,7 +268,7 @@ class FileLock(Gate):
         return asker
 
     def receive(self, descriptor: _Descriptor) -> None:
-        """Enter, by an asker."""
+        """Enter, with what an asker has got."""
         self._descriptor, self.held = descriptor, True
         with suppress(RuntimeError):
             self._bell.release()
@@ -285,8 +285,8 @@ class FileLock(Gate):
             descriptor.give_back()
 
     def __del__(self) -> None:
-        # Run by the garbage collector, perhaps in a thread that the mutex waits for.
-        # Nobody queues for a gate that is forgotten: its asker would remember it.
+        # The garbage collector may run this in a thread that has the mutex. Nobody
+        # queues for a forgotten gate: its asker would refer to it.
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             descriptor.close()
@@ -298,7 +298,7 @@ def _forget_after_fork() -> None:
     _askers.clear()
     _idle.clear()
     for descriptor in list(_open):
-        # The parent's locks are on the description, and stay.
+        # The parent's locks belong to the description, and stay.
         descriptor.close()
 
 

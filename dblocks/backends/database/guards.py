@@ -1,4 +1,4 @@
-"""The guard: grants verified in a transaction, and pinned until its end."""
+"""The guard: verifies grants in a transaction, and pins them until its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DatabaseGuards(BaseBackend):
 
     def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
         connection = connections[self.using]
-        # Of several databases the first commits last.
+        # With several databases, the first one commits last.
         last = self.using not in aliases or self.using == aliases[0]
         can_pin = dialects.of(connection).has_row_locks
         if transactions.in_test_case(connection) or (
@@ -58,7 +58,7 @@ class DatabaseGuards(BaseBackend):
             self._verify(connection, grants, commits=True)
         else:
             if dialects.of(connection).certifies:
-                # What pins the rows is rolled back, which the other nodes never see.
+                # The pinning transaction is rolled back, so other nodes never see it.
                 self._touch(grants)
             self._verify(pin_connection(self.using), grants)
 
@@ -81,8 +81,8 @@ class DatabaseGuards(BaseBackend):
             return
         lost, reason = self._first_lost(connection, missing)
         if not dialect.has_row_locks and error is not None and not reason:
-            # SQLite's one writer is, or was, somebody else: this transaction, which
-            # began by reading, has written nothing and won't.
+            # Somebody else writes, or has written: this transaction, which began with
+            # a read, has written nothing and can't.
             if commits:
                 return
             raise error
@@ -99,11 +99,11 @@ class DatabaseGuards(BaseBackend):
         try:
             self._touch(grants)
         except DatabaseError:
-            # What can't be asked now isn't known: the error stays the database's.
+            # The answer is unknown: the database's error is raised.
             logger.debug("asking the cluster failed", exc_info=True)
 
     def _touch(self, grants: Sequence[Grant]) -> None:
-        """See to it that all nodes agree that these grants are current.
+        """Make sure that all nodes agree that these grants are current.
 
         Raises:
             LeaseLost: They don't.
@@ -132,7 +132,7 @@ class DatabaseGuards(BaseBackend):
     def _seen_beside(
         self, connection: Connection, grants: Sequence[Grant]
     ) -> dict[str, Reading]:
-        """Read what the caller's transaction may not see, or not yet."""
+        """Read what the caller's transaction can't see, or mustn't read yet."""
         keys = [grant.key for grant in grants]
         try:
             if dialects.of(connection).has_row_locks:

@@ -1,7 +1,7 @@
-"""Taking keys on SQLite, where a write keeps all other writers out.
+"""Takes keys on SQLite, where a write keeps all other writers out.
 
-Who is refused must not write. A key's gate tells without a statement that nobody has
-the key; who comes from elsewhere, or without a gate, reads first.
+A refused caller must not write. A key's gate tells without a statement that nobody has
+the key; a caller without a gate, or who comes from elsewhere, reads first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from . import permit_rows, several_rows, table, transactions
 from .file_locks import FileLock, gate_of
 
 MOST_GATES = 32
-"""Gates that one acquisition enters, each of which has a file open."""
+"""The most gates that one acquisition enters; each has a file open."""
 
 
 def is_file(connection: Any) -> bool:
-    """Tell whether other connections come to the same database."""
+    """Tell whether other connections reach the same database."""
     in_test = transactions.in_test_case(connection)
     return not in_test and not connection.is_in_memory_db()
 
 
 def gate(connection: Connection, key: str) -> FileLock | None:
-    """Return a new gate to queue at for a key, where there is one."""
+    """Return a new gate to queue at for a key, if there is one."""
     return gate_of(connection, key) if is_file(connection) else None
 
 
@@ -64,7 +64,7 @@ def _take_one(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def _take_any(connection: Connection, request: Request) -> Granted | Reading:
-    """Grant a permit; the key's own gate is for those that wait for one."""
+    """Grant a permit; those that wait for one queue at the key's own gate."""
     keys = row_keys(request.key, request.permits)
     if request.explicit:
         found = table.read_all(connection, keys)
@@ -111,7 +111,7 @@ def take_all(
 def _enter(
     connection: Connection, keys: Sequence[str], *, most: int
 ) -> list[tuple[str, FileLock]]:
-    """Enter gates that can be entered now, so many at most."""
+    """Enter gates that can be entered now, at most so many."""
     entered: list[tuple[str, FileLock]] = []
     with suppress(GateClosed):
         for key in keys:
@@ -130,9 +130,9 @@ def _queue(connection: Connection, key: str) -> FileLock | None:
 
 
 def _is_free(seen: Reading, gate: FileLock | None) -> bool:
-    """Tell whether a key is free, also of those that have its gate or queue there.
+    """Tell whether a key is free, even if others have its gate or queue there.
 
-    They may be stopped; or it was taken from a holder that doesn't know it yet.
+    They may be stopped; or a holder has its gate that was replaced and doesn't know it.
     """
     is_waited_for = gate is not None and seen.acquired_at is not None
     return seen.remaining <= (-PINNED_GRACE if is_waited_for else 0.0)

@@ -1,4 +1,4 @@
-"""The permits of a lock: one of several rows is granted, whichever is free."""
+"""The permits of a lock: grants one of several rows, whichever is free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .execution import execute, new_versions
 def take(connection: Connection, request: Request) -> Granted | Reading:
     """Grant a free permit, or count one more hold of the explicit owner's own.
 
-    A reading is of the permit that is free first; if that is overdue, a transaction has
-    its row locked, or others queue for the key.
+    A reading describes the permit that will be free first. If it is overdue, a
+    transaction has its row locked, or others queue for the key.
     """
     if request.explicit:
         return take_again(connection, request)
@@ -26,7 +26,7 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def take_again(connection: Connection, request: Request) -> Granted | Reading:
-    """The same where the owner may have a permit already."""
+    """The same if the owner may have a permit already."""
     keys = row_keys(request.key, request.permits)
     in_turn = keys[request.permit :] + keys[: request.permit]
     answer: Granted | Reading = Reading()
@@ -34,8 +34,8 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
         seen = table.read_all(connection, keys)
         mine = owned(seen, request.owner)
         free = (key for key in in_turn if key not in seen or seen[key].remaining <= 0)
-        # All who present the owner's id look for a free one in the same turn: they
-        # meet at one row, which tells the second that the owner has it.
+        # All who present the owner's id try the free ones in the same order, so they
+        # meet at one row, where the second finds that the owner has it.
         key = mine or next(free, None)
         if key is None:
             return first_free(seen, keys)
@@ -48,9 +48,9 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
-    """Tell whether the owner has no other permit; else give this one back.
+    """Tell whether the owner has no other permit; otherwise give this one back.
 
-    Another process that presents the owner's id may have been as quick elsewhere.
+    Another process that presents the owner's id may just have got another permit.
     """
     if granted.again or not request.explicit:
         return True
@@ -63,13 +63,13 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
 
 
 def owned(seen: Mapping[str, Reading], owner: str) -> str | None:
-    """Return the row of the permit that an owner has, if there is one."""
+    """Return the row of the permit that an owner has, if it has one."""
     live = (key for key, it in seen.items() if it.owner == owner and it.remaining > 0)
     return next(live, None)
 
 
 def take_one(connection: Connection, request: Request, key: str) -> Granted | Reading:
-    """Grant one permit, if that is free."""
+    """Grant one permit, if it is free."""
     return table.take(connection, replace(request, key=key, permits=1))
 
 
@@ -82,7 +82,7 @@ def _take(connection: Connection, request: Request) -> Granted | Reading:
             missing = [key for key in keys if key not in seen]
             if not missing:
                 return first_free(seen, keys)
-            # Many may begin at the same moment.
+            # Many may begin at the same time.
             try:
                 grant = table.create(connection, request, random.choice(missing))
             except table.GapLocked:

@@ -1,8 +1,8 @@
 """Locking the row of a key in a transaction, on every database.
 
-The database's own queue does the waiting and the end of the transaction the release.
-Both forms exclude each other on the same key: whoever locks the row finds it free of
-a lease, and whoever wants a lease finds the row locked.
+Callers wait in the database's own queue, and the end of the transaction releases.
+Both forms exclude each other on the same key: whoever locks the row makes sure that it
+has no lease, and whoever wants a lease finds the row locked.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .dialects.sqlite import busy_timeout
 from .expressions import UtcNow
 
 PATIENCE = 1.0
-"""Seconds for which a transaction of dblocks' own is begun anew if it must be."""
+"""Seconds for which a transaction of dblocks' own is restarted if need be."""
 
 LONGEST_PAUSE = 0.1
-"""Seconds between looks at a key that has been leased for long."""
+"""Seconds between looks at a key that has been leased for a long time."""
 
 WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
 
 
 class WaitOver(Exception):
-    """The database gave the row's lock to nobody in time."""
+    """The wait for the row's lock ran out."""
 
 
 class StaleSnapshot(OperationalError):
-    """The transaction sees the key's row as it was some time ago."""
+    """The transaction sees the key's row as it was at some earlier time."""
 
 
 class Incomplete(Exception):
@@ -54,8 +54,8 @@ class _Wait:
     """One caller's wait for the rows of some keys.
 
     Attributes:
-        keys: In the order in which everybody locks them.
-        key: The one that is taken, as far as is known.
+        keys: In the order in which all callers lock them.
+        key: The one that is taken, as far as known.
     """
 
     def __init__(self, keys: Sequence[str], how: RowWait) -> None:
@@ -66,7 +66,7 @@ class _Wait:
         self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
 
     def of(self, key: str) -> _Wait:
-        """Return the same wait, for the row of one of the keys."""
+        """Return the same wait for one of the keys."""
         one = copy(self)
         one.keys, one.key = [key], key
         return one
@@ -76,19 +76,19 @@ class _Wait:
         return max(0.0, self.give_up - time.monotonic())
 
     def taken(self, seen: Mapping[str, Reading]) -> Reading:
-        """Return what was seen of the key that is taken for longest, and note it."""
+        """Return the reading of the key that stays taken for longest, and note it."""
         free = Reading()
         self.key = max(self.keys, key=lambda key: seen.get(key, free).remaining)
         return seen.get(self.key, free)
 
     def pause(self, longest: float) -> None:
-        """Sleep between two looks at a lease, the longer the longer it has lasted."""
+        """Sleep between two looks at a lease: longer, the longer it has lasted."""
         mean = min(max(0.005, (time.monotonic() - self.started) / 10), LONGEST_PAUSE)
         pause = random.uniform(0.5, 1.5) * mean
         time.sleep(min(pause, self.left, max(longest, 0.001)))
 
     def refuse(self, seen: Reading | None) -> None:
-        """Raise that the key stayed taken, unless it is to be passed over."""
+        """Raise ``LockTimeout``, unless a taken key is to be skipped."""
         error = self.timed_out(seen)
         if not self.how.skip:
             raise error
@@ -111,7 +111,7 @@ class _Wait:
 def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
     """Lock the rows of some keys in the current transaction.
 
-    Returns the rows by key, or ``None`` if they are passed over.
+    Returns the rows by key, or ``None`` if they are skipped.
     """
     connection = connections[using]
     if not connection.in_atomic_block:
@@ -126,10 +126,10 @@ def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
 
 
 def _one_by_one(connection: Connection, wait: _Wait) -> Any:
-    """Lock rows in their order where what is locked stays so until the end.
+    """Lock rows one by one, in order, where a locked row stays locked until the end.
 
-    Of too few that a statement has locked, one might be wanted by who has a lease on
-    another that is waited for here.
+    If one statement locked only some of them, a holder whose lease this caller waits
+    for might want one of those.
     """
     rows: dict[str, Any] = {}
     for key in wait.keys:
@@ -141,7 +141,7 @@ def _one_by_one(connection: Connection, wait: _Wait) -> Any:
 
 
 def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
-    """Lock the rows, and remember it; ``fresh``: the transaction was begun for it."""
+    """Lock the rows, and remember it; ``fresh``: the transaction began for this."""
     if not dialects.of(connection).has_row_locks:
         return _lock_sqlite(connection, wait)
     rows = _lock(connection, wait, fresh)
@@ -171,8 +171,8 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
             try:
                 rows = _locked(connection, wait, fresh=True)
             except OperationalError as error:
-                # The snapshot is older than what the last holder wrote, or too few rows
-                # are locked. Nothing was done in this transaction yet: another begins.
+                # The snapshot is older than the last holder's writes, or too few rows
+                # are locked. Nothing was done in this transaction yet: start another.
                 stale = dialects.of(connection).is_stale_snapshot(error)
                 if not (stale or isinstance(error, StaleSnapshot)):
                     raise
@@ -183,7 +183,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
                     break
                 block.enter_context(attempt.pop_all())
                 return rows
-    # Passed over, in a transaction that has locked none of them.
+    # Skipped, in a transaction that has locked none of them.
     block.enter_context(transaction.atomic(using=connection.alias))
     return None
 
@@ -191,14 +191,14 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     unseen = 0
     while True:
-        # By reading, on another connection: a leased row must never stay locked, or
+        # Read on another connection: a leased row must never stay locked, or
         # its holder could not renew it.
         look = table.read_all if unseen else table.ensure_rows
         try:
             found = run(connection.alias, look, wait.keys)
             if len(found) < len(wait.keys):
-                # Gone while it was queued for. InnoDB may have locked the gap that it
-                # left for this transaction, and nobody else could make it again.
+                # The row was deleted during the wait. InnoDB may have locked its gap
+                # for this transaction, and nobody else could insert the row again.
                 if fresh:
                     raise StaleSnapshot(f"The row of {wait.key!r} was deleted.")
                 found = table.ensure_rows(connection, wait.keys)
@@ -245,11 +245,11 @@ def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
 
 
 def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
-    """Lock the rows if all are free of a lease; ``None`` if not, or if unseen.
+    """Lock the rows if none has a lease; ``None`` if one has, or can't be seen.
 
-    Where transactions have snapshots, a ``mark`` sees to it that PostgreSQL refuses the
-    row to the next one if its snapshot is older than this one's commit. In a cluster
-    it makes one of two transactions on different nodes fail.
+    Where transactions have snapshots, a ``mark`` makes PostgreSQL refuse the row to the
+    next transaction if its snapshot is older than this one's commit. In a cluster it
+    makes one of two transactions on different nodes fail.
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
@@ -258,8 +258,8 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
     if dialect.keeps_row_locks and (
         dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
     ):
-        # By range, InnoDB lets go of a row that turns out not to match; "key = …"
-        # keeps it locked. With snapshots it keeps both, and the gap behind the row.
+        # In a range, InnoDB unlocks a row that turns out not to match; with "key = …"
+        # it doesn't. With snapshots it unlocks neither, nor the gap behind the row.
         more.append(f"{wait.keys[0]}\0")
     free = _free_rows(connection, wait, *more).order_by("key")
     locking = free.select_for_update(nowait=nowait, skip_locked=skip)
@@ -268,7 +268,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
         with dialect.bounded(connection, limit) as isolation:
             rows = {row.key: row for row in locking}
             if len(rows) < len(wait.keys):
-                # Where that is possible, the others are let go.
+                # Where that is possible, unlock the others.
                 raise Incomplete
             if dialect.certifies or (mark and isolation not in WITHOUT_SNAPSHOT):
                 for key in rows:
@@ -300,7 +300,7 @@ def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -
 def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> None:
     """Raise if a lease that was granted in the same instant can't be renewed.
 
-    With snapshots, InnoDB keeps its row locked here.
+    With snapshots, InnoDB keeps its row locked in this transaction.
     """
     dialect = dialects.of(connection)
     if dialect.keeps_row_locks and (
@@ -316,8 +316,8 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
 def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     """Begin a transaction that has the write lock and finds the key free.
 
-    The wait for a lease is over before the transaction begins: inside, it would keep
-    the holder from releasing.
+    Waits for a lease before the transaction begins: inside, the wait would keep the
+    holder from releasing.
     """
     while True:
         seen = wait.taken(run(connection.alias, table.read_all, wait.keys))
@@ -357,7 +357,7 @@ def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
 
 
 def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:
-    # Before anything is read: from there SQLite waits for no other writer.
+    # Before anything is read: after a read SQLite doesn't wait for other writers.
     table.touch(connection, wait.keys[0])
     return wait.taken(table.ensure_rows(connection, wait.keys))
 
@@ -371,7 +371,7 @@ def _sqlite_rows(connection: Connection, wait: _Wait) -> Any:
 
 @contextmanager
 def _bounded(connection: Connection, limit: float) -> Iterator[None]:
-    """Bound how long SQLite waits for its write lock; running out is ``WaitOver``."""
+    """Bound how long SQLite waits for its write lock; then raise ``WaitOver``."""
     started = time.monotonic()
     dialect = dialects.of(connection)
     try:

@@ -30,18 +30,18 @@ from .connections import IdleConnections, separate_connection
 logger = logging.getLogger("dblocks")
 
 MAX_GATES = 32
-"""Connections that a process opens for gates; waiters beyond them do without."""
+"""The most connections that a process opens for gates; more waiters do without."""
 
 
 class Connections(IdleConnections):
-    """The connections that the gates of this process stand on."""
+    """The connections that the gates of this process use."""
 
     def __init__(self) -> None:
         super().__init__()
         self._places = deque(range(MAX_GATES))
 
     def take(self, alias: str) -> Connection:
-        """Return a connection, or raise ``GateClosed`` when there are too many."""
+        """Return a connection, or raise ``GateClosed`` if there are too many."""
         idle = self.find(alias)
         if idle is not None:
             return idle
@@ -62,7 +62,7 @@ class Connections(IdleConnections):
         return new
 
     def drop(self, connection: Connection | None) -> None:
-        """Close a connection, and with it free whatever it has locked."""
+        """Close a connection, which frees whatever it has locked."""
         self._places.append(0)
         super().drop(connection)
 
@@ -86,7 +86,7 @@ def _do_without(alias: str) -> None:
 
 
 def available(connection: Connection) -> bool:
-    """Tell, without asking the database, whether there may be gates on it."""
+    """Tell, without asking the database, whether it may have gates."""
     return (
         dialects.of(connection).has_session_locks
         and connection.alias not in _without
@@ -98,9 +98,9 @@ def available(connection: Connection) -> bool:
 
 
 def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
-    """Return how many sessions queue for each key; nothing if nobody is known to.
+    """Return how many sessions queue for each key; omit keys without known waiters.
 
-    On MySQL and MariaDB sessions of other users count only for who may see them.
+    On MySQL and MariaDB, only users who may see other users' sessions count those.
     """
     if not available(connection):
         return {}
@@ -109,7 +109,7 @@ def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
         cursor.execute(dialect.queues)
         lengths = dict(cursor.fetchall())
     names = {key: dialect.session_lock_name(connection, key) for key in keys}
-    # The first of a queue has the gate; so may the holder of the key.
+    # The first of a queue has the gate; but the key's holder may have it too.
     firsts = {key: dialect.session_lock_name(connection, key + _FIRST) for key in names}
     taken = dialect.taken_session_locks(connection, list(firsts.values()))
     counts = {
@@ -120,7 +120,7 @@ def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
 
 
 _FIRST = "\0first"
-"""With this behind a key, the name of a session lock whose holder waits for the key.
+"""Follows the key in the name of a session lock whose owner waits for the key.
 
 No key has a NUL."""
 
@@ -168,7 +168,7 @@ class SessionLock(Gate):
         dialect = dialects.of(connection)
         name = dialect.session_lock_name(connection, self._key + _FIRST)
         do = dialect.try_session_lock if waits else dialect.free_session_lock
-        # Without its session there is no gate either, as its next use finds out.
+        # If the session is gone, so is the gate, as its next use finds out.
         with suppress(DatabaseError, InterfaceError):
             dialect.ask_session(connection, do, [name])
         self.shows_waiter = waits

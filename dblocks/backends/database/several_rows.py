@@ -23,11 +23,11 @@ def take(
     """Grant several keys that have rows and are free, all or none of them.
 
     Args:
-        request: For whom, and how; its own key is of no account.
+        request: For whom, and how; its own key doesn't matter.
     """
     dialect = dialects.of(connection)
     if request.explicit and not dialect.returns_rows:
-        # What has just been granted couldn't be told from what the owner has anyway.
+        # A new grant couldn't be told from one that the owner had before.
         return None
     sql, values = table.granting(connection, request, "grant_all", len(keys))
     values |= table.numbered(keys)
@@ -62,7 +62,7 @@ def take_again(
 def _complete(
     connection: Connection, request: Request, keys: Sequence[str], granted: Any
 ) -> list[Granted] | None:
-    """Return the grants, or undo those that are there if some are missing."""
+    """Return the grants, or undo them if some are missing."""
     if len(granted) == len(keys):
         owner, limit = request.owner, request.max_hold
         return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
@@ -84,7 +84,7 @@ def undo(connection: Connection, grants: Sequence[Grant]) -> None:
 def release(
     connection: Connection, grants: Sequence[Grant], count: int | None = None
 ) -> set[Grant]:
-    """:func:`.table.release` for several, in one statement; those that were current."""
+    """:func:`.table.release` for several grants; return those that were current."""
     dialect = dialects.of(connection)
     sql = statements.of(dialect).release_all(len(grants), count == 0)
     values = {"count": count, **table.all_slots(grants)}

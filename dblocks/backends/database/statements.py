@@ -1,7 +1,7 @@
 """The text of every statement on the lock table, in each database's dialect.
 
 Django's ORM would build the same text anew for each lock, which takes longer than the
-round trip. Values are named placeholders; constants stand in the text.
+round trip. Values are named placeholders; constants are part of the text.
 
 Three rules make the conditions hold on every database:
 
@@ -9,8 +9,8 @@ Three rules make the conditions hold on every database:
   that waits for the row keeps its earlier reading, which only ever refuses more.
 * MySQL and MariaDB evaluate ``SET`` from left to right with the new values, so
   ``expires_at`` and ``owner``, which other columns ask for, come last.
-* Rows stay until they are pruned, and pruning raises a floor below which no token of
-  a new row can start.
+* Rows stay until they are pruned, and pruning first raises a floor: the tokens of a new
+  row can't start below it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Statements:
     def _free(self, queued: bool, gate: str) -> str:
         if queued:
             return self.over
-        # The first of those that queue may be a process that was stopped.
+        # The first in the queue may be a stopped process.
         d = self.dialect
         grace = d.after(d.now, f"-{PINNED_GRACE}")
         return d.yields(self.over, f"expires_at <= {grace}", gate)
@@ -76,8 +76,8 @@ class Statements:
     def grant(self, queued: bool, cools: bool, ends: bool) -> str:
         """Grant a free key; a row that another transaction has locked counts as taken.
 
-        ``queued`` needn't yield to those that queue. Where it ``cools`` there is a
-        ``hold_at_least``, where it ``ends`` a ``max_hold``.
+        A ``queued`` caller needn't yield to those that queue. A lock that ``cools`` has
+        a ``hold_at_least``; one that ``ends`` has a ``max_hold``.
         """
         d = self.dialect
         version = d.next_version("version + 1")
@@ -91,7 +91,7 @@ class Statements:
     def grant_all(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
         """Grant so many keys if all are free and unlocked.
 
-        Without ``RETURNING`` those that are, which the count tells.
+        Without ``RETURNING``, grant those that are; the count tells whether all are.
         """
         d = self.dialect
         free = self._free(queued, d.gate_of_key)
@@ -104,7 +104,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grant_any(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
-        """Grant one of so many rows that is free and unlocked, rather the ``first``."""
+        """Grant one free and unlocked row of so many, preferably the ``first``."""
         d = self.dialect
         free = f"{d.key} IN ({_keys(size)}) AND {self._free(queued, '%(gate)s')}"
         return (
@@ -124,7 +124,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def undo(self, size: int) -> str:
-        """End what an owner has just got of so many keys; none of it cools."""
+        """End the grants that an owner has just got of so many keys; none cools."""
         d = self.dialect
         return (
             f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0, "
@@ -161,7 +161,7 @@ class Statements:
     def reenter(self) -> str:
         """Count one more hold of a grant, or set its holds, unless its row is locked.
 
-        What ``forfeited`` says ended without being given back.
+        ``forfeited`` holds ended without being released.
         """
         d = self.dialect
         left = f"hold_count - {d.integer('forfeited')}"
@@ -187,7 +187,7 @@ class Statements:
 
     @cached_property
     def free(self) -> str:
-        """End a grant; until its ``min_until`` the key stays taken, cooling."""
+        """End a grant; the key stays taken, cooling, until its ``min_until``."""
         return f"UPDATE {self.dialect.table} SET {self._freed} WHERE {self.current}"
 
     @cached_property
@@ -199,7 +199,7 @@ class Statements:
 
     @cached_property
     def release(self) -> str:
-        """Give back one hold, or all but ``count``; the last one ends the grant."""
+        """Release one hold, or all but ``count``; the last one ends the grant."""
         return f"UPDATE {self.dialect.table} SET {self._counted} WHERE {self.current}"
 
     @cached_property
@@ -226,13 +226,13 @@ class Statements:
             f"(%(key{n})s, %(owner{n})s, {d.integer(f'version{n}')})"
             for n in range(size)
         )
-        # The keys by themselves lead every planner to the index.
+        # The keys alone lead every query planner to the index.
         current = f"({d.key}, owner, version) IN ({d.rows(rows)})"
         return f"{d.key} IN ({_keys(size)}) AND {current}"
 
     @cached_property
     def force_release(self) -> str:
-        """End one grant over its holder's head, and fence the holder off."""
+        """End one grant without its holder's consent, and fence the holder off."""
         d = self.dialect
         return (
             f"UPDATE {d.table} SET version = version + 1, hold_count = 0, "
@@ -243,7 +243,7 @@ class Statements:
 
     @cached_property
     def request(self) -> str:
-        """Note at a grant that its holder is asked to finish, and since when."""
+        """Note in a grant's row that its holder is asked to finish, and since when."""
         d = self.dialect
         return (
             f"UPDATE {d.table} "
@@ -261,14 +261,14 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def pin(self, size: int) -> str:
-        """Verify grants in a transaction and keep others off until its end.
+        """Verify grants in a transaction, and keep others off until its end.
 
-        In the order of the keys, so that two who pin several can't deadlock.
+        In the order of the keys, so that two transactions can't deadlock.
         """
         d = self.dialect
         which = self._all_current(size)
         if not d.has_row_locks:
-            # The database's only write lock does as well.
+            # The database's only write lock serves as well.
             return (
                 f"UPDATE {d.table} SET version = version "
                 f"WHERE {which}{self._returning(d.key, 'version')}"
@@ -287,7 +287,7 @@ class Statements:
     def _touched(self) -> str:
         if not self.dialect.certifies:
             return "version = version"
-        # A cluster hears of a row only if something in it changes.
+        # The other nodes hear of a row only if something in it changes.
         return f"expires_at = {self.dialect.after('expires_at', '0.000001')}"
 
     @lru_cache(maxsize=64)  # noqa: B019
@@ -301,7 +301,7 @@ class Statements:
 
     @cached_property
     def make_older(self) -> str:
-        """Move all moments; for tests."""
+        """Move all times; for tests."""
         d = self.dialect
         moments = "acquired_at", "expires_at", "min_until", "max_until"
         moved = [f"{each} = {d.after(each, d.seconds('ago'))}" for each in moments]
@@ -309,7 +309,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def renew(self, size: int, wait: bool, overdue: bool) -> str:
-        """Extend so many grants; not locked rows, nor overdue ones, unless told to."""
+        """Extend so many grants; skip locked rows and overdue ones by default."""
         d = self.dialect
         current = self._all_current(size)
         if not overdue:
@@ -318,7 +318,7 @@ class Statements:
         text = f"UPDATE {d.table} SET {change} WHERE {current}"
         if not wait:
             text = d.update_unlocked(change, current, size)
-        # Itself: SQLite 3.40 finds every column of a RETURNING clause IS NOT NULL.
+        # The column itself: in SQLite 3.40's RETURNING every column IS NOT NULL.
         return text + self._returning(d.key, "version", "release_requested_at")
 
 

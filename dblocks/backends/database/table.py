@@ -36,10 +36,10 @@ from .fields import as_utc
 T = TypeVar("T")
 
 ROUNDING = 0.001
-"""Seconds by which what is read of an expiry may be less than what was written."""
+"""Seconds by which an expiry may read earlier than it was written."""
 
 _BATCH_SIZES = 1, 16, 250
-"""How many leases one statement renews; fewer fill up the next larger size."""
+"""How many leases one statement renews; fewer are padded to the next larger size."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -48,15 +48,15 @@ def _texts(connection: Connection) -> statements.Statements:
 
 @cache
 def _model(name: str) -> Any:
-    # The table is below the models, which can be imported once the apps are loaded.
+    # Models can be imported only once the apps are loaded.
     return apps.get_model("dblocks", name)
 
 
 def _acquire(connection: Connection, request: Request) -> Grant | Reading:
     """Grant a key to an owner, or read who has it.
 
-    A reading that is overdue means that a transaction has the row locked, or that
-    others queue for it.
+    An overdue reading means that a transaction has the row locked, or that others queue
+    for it.
     """
     for _attempt in range(3):
         granted = grant(connection, request, request.key)
@@ -71,12 +71,12 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
         if granted is not None:
             return granted
         ensure_floor(connection)
-    # It can't be made for now, or is there and the caller's snapshot can't see it.
+    # It can't be made now, or it exists and the caller's snapshot can't see it.
     return Reading(version=0, remaining=1.0)
 
 
 def grant(connection: Connection, request: Request, key: str) -> Grant | None:
-    """Grant a row that is free, of the request's key or of one of its permits."""
+    """Grant a free row: that of the request's key, or of one of its permits."""
     sql, values = granting(connection, request, "grant")
     values["key"] = key
     try:
@@ -89,10 +89,10 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
 
 
 def create(connection: Connection, request: Request, key: str) -> Grant | None:
-    """Make a row that is granted; ``None`` if it is there already.
+    """Insert a row that is granted; ``None`` if it exists already.
 
     Raises:
-        GapLocked: It can't be made for now.
+        GapLocked: It can't be inserted now.
     """
     cools, ends = bool(request.hold_at_least), request.max_hold < FOREVER
     sql = _texts(connection).create(cools, ends)
@@ -102,7 +102,7 @@ def create(connection: Connection, request: Request, key: str) -> Grant | None:
 
 
 class GapLocked(Exception):
-    """A transaction has locked the gap in which a key's row would be made."""
+    """A transaction has locked the gap into which a key's row would be inserted."""
 
 
 def _made(
@@ -119,7 +119,7 @@ def _made(
 def granting(
     connection: Connection, request: Request, name: str, *size: int
 ) -> tuple[str, Values]:
-    """Return a statement that grants to those who needn't yield, and its values."""
+    """Return a statement that grants to a caller that needn't yield, and its values."""
     dialect = dialects.of(connection)
     queued = request.queued or not dialect.has_session_locks
     values = _terms(request)
@@ -164,7 +164,7 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def reenter(connection: Connection, renewal: Renewal, count: int | None) -> Renewed:
-    """Count one more hold of a grant; not where a transaction has its row locked."""
+    """Count one more hold of a grant, unless a transaction has its row locked."""
     grant, lease = renewal
     values = {"lease": lease, "count": count, "forfeited": 0}
     if _reentered(connection, grant, values):
@@ -189,7 +189,7 @@ def read(connection: Connection, key: str) -> Reading | None:
 
 
 def read_all(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
-    """Read several rows; those that are there."""
+    """Read several rows; omit those that don't exist."""
     seen: dict[str, Reading] = {}
     for batch in _batches(keys):
         slots = _filled_up(batch)
@@ -206,8 +206,8 @@ def _reading(row: Sequence[Any]) -> Reading:
 
 
 def release(connection: Connection, grant: Grant, count: int | None = None) -> bool:
-    """Give back one hold, or all but ``count``; whether the grant was current."""
-    # The shorter one, where the last hold is given back by who knows it to be that.
+    """Release one hold, or all but ``count``; tell whether the grant was current."""
+    # The shorter statement, if the caller knows that this is the last hold.
     name = "free" if count == 0 else "release"
     return write(connection, name, grant, count=count)
 
@@ -217,7 +217,7 @@ def release_again(
 ) -> bool:
     """The same after an attempt that may have been carried out."""
     if count is None:
-        # Counting down twice would free the lock under a co-owner.
+        # Subtracting twice would free a lock that a co-owner holds.
         raise DatabaseError(
             f"The answer to the release of {grant.key!r} was lost; whether its "
             f"holds were counted down is not known."
@@ -227,26 +227,26 @@ def release_again(
     seen = read(connection, grant.key)
     if count or seen is None or seen.is_forced_from(grant):
         return False
-    # Before the deadline the grant can't have run out: what ended it is the release
-    # whose reply was lost.
+    # Before the deadline the grant can't have run out: the release whose reply was lost
+    # must have ended it.
     freed = (seen.owner, seen.version) == ("", grant.version)
     return freed or clock.monotonic() < deadline
 
 
 def force_release(connection: Connection, grant: Grant) -> bool:
-    """End a grant over its holder's head; whether its version was current."""
+    """End a grant without its holder; tell whether its version was current."""
     return write(connection, "force_release", grant)
 
 
 def request_release(connection: Connection, grant: Grant) -> bool:
-    """Note that the holder is asked to finish; whether the grant was held."""
+    """Note that the holder is asked to finish; tell whether the grant was held."""
     return write(connection, "request", grant)
 
 
 def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
-    """Verify grants in the current transaction and keep others off until its end.
+    """Verify grants in the current transaction, and keep others off until its end.
 
-    Returns those that are not current.
+    Returns the grants that are not current.
     """
     sql = _texts(connection).pin(len(grants))
     pinned = set(fetch(connection, sql, all_slots(grants)))
@@ -257,13 +257,13 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
 
 
 def touch_current(connection: Connection, grants: Sequence[Grant]) -> bool:
-    """Write the rows of grants, changing next to nothing; whether all are current."""
+    """Write the rows of grants with next to no change; tell whether all are current."""
     sql = _texts(connection).touch_current(len(grants))
     return execute(connection, sql, all_slots(grants))[0] == len(grants)
 
 
 def touch(connection: Connection, key: str) -> bool:
-    """Write a row without changing it; whether there is one."""
+    """Write a row without changing it; tell whether it exists."""
     return write(connection, "touch", Grant(key, "", None))
 
 
@@ -274,11 +274,11 @@ def renew(
     wait: bool = False,
     overdue: bool = False,
 ) -> Renewed:
-    """Extend grants, a few hundred alike in one statement; say which are lost.
+    """Extend grants, a few hundred of one length in a statement; say which are lost.
 
-    Rows that a transaction has locked are passed over, unless told to ``wait``: one
-    pinned row must not make all leases of a process lapse. Overdue ones are only
-    extended if told so, by who knows that nobody else can see the row.
+    Rows that a transaction has locked are skipped, except with ``wait``: one pinned row
+    must not make all leases of a process lapse. Overdue leases are extended only if the
+    caller says so, knowing that nobody else can see the row.
     """
     alike: dict[float, list[Grant]] = {}
     for grant, lease in renewals:
@@ -302,7 +302,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _filled_up(items: Sequence[T]) -> list[T]:
-    """Repeat the last one in every slot that is left over."""
+    """Fill every remaining slot with the last item."""
     size = next(size for size in _BATCH_SIZES if size >= len(items))
     return [*items, *[items[-1]] * (size - len(items))]
 
@@ -353,15 +353,15 @@ def _extended(
     grants: Sequence[Grant],
     lease: float,
 ) -> tuple[set[Grant], int | None]:
-    """Extend grants without ``RETURNING``; those that were, and what is told."""
+    """Extend grants without ``RETURNING``; return them, and what the reply tells."""
     sent = time.monotonic()
     changed, told = execute(connection, sql, values)
     if changed == len(grants):
         return set(grants), told
     if len(grants) == 1:
         return set(), told
-    # The count doesn't say which are gone or locked. Those that last as long from when
-    # this was sent are extended; hundreds may be released at the same time.
+    # The count doesn't say which rows are gone or locked. A row that lasts a lease from
+    # when this was sent is extended; hundreds may be released at the same time.
     seen = read_all(connection, [grant.key for grant in grants])
     left = lease - (time.monotonic() - sent) - ROUNDING
     extended = {
@@ -375,15 +375,15 @@ def _extended(
 
 
 def ensure_floor(connection: Connection) -> None:
-    """Make the floor's row if a flush of the database removed it."""
+    """Insert the floor's row if a flush of the database removed it."""
     inserted(connection, changes, _texts(connection).create_floor, {})
 
 
 def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
-    """Read several keys, whose rows are made, free, where there are none.
+    """Read several keys, and insert free rows for those that have none.
 
     Raises:
-        GapLocked: One of them can't be made for now.
+        GapLocked: One of them can't be inserted now.
     """
     create = _texts(connection).create_free
     while True:
@@ -397,13 +397,13 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
 
 
 PATIENCE = 1.0
-"""Seconds for which a transaction of dblocks' own is begun anew if it must be."""
+"""Seconds for which a transaction of dblocks' own is repeated if need be."""
 
 
 def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
-    """Act in a transaction, which is repeated if the database asks for it.
+    """Act in a transaction, which is repeated if the database asks for that.
 
-    Inside the caller's it isn't.
+    Inside the caller's transaction it isn't repeated.
     """
     connection = transaction.get_connection(using)
     give_up = time.monotonic() + PATIENCE
@@ -419,9 +419,9 @@ def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
-    """Delete those of some rows that are still stale; how many.
+    """Delete those of some rows that are still stale; return how many.
 
-    In a transaction of its own that locks only what it deletes.
+    In a transaction of its own that locks only the rows it deletes.
     """
     floor = _model("TokenFloor").objects.using(using)
 
@@ -444,5 +444,5 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
 
 
 def make_older(connection: Connection, seconds: float) -> None:
-    """Move all moments into the past, as if that much time had gone by; for tests."""
+    """Move all times into the past, as if that much time had passed; for tests."""
     execute(connection, _texts(connection).make_older, {"ago": -seconds})

@@ -1,7 +1,7 @@
-"""The caller's transactions: which are open, and what is due when they have ended.
+"""The caller's transactions: which are open, and what happens when they end.
 
-Django has hooks for a commit alone, and drops them on rollback. ``Atomic`` is where
-every transaction begins and ends; it is wrapped once, when the app is ready.
+Django has hooks for the commit only, and drops them on rollback. Every transaction
+begins and ends in ``Atomic``, which is wrapped once, when the app is ready.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ...exceptions import LockError
 from . import dialects
 
 UNPIN, RELEASE, CLOSE = range(3)
-"""What is done first at a transaction's end: rows must be free to be written."""
+"""The order of work at a transaction's end: rows must be unlocked to be written."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        #: How many ends of transactions are under way: a hook may have its own.
+        #: How many transactions are ending: a hook may have one of its own.
         self.leaving = 0
         #: What runs when the last open transaction has ended, by stage.
         self.due: tuple[list[Callable[[], object]], ...] = ([], [], [])
@@ -46,7 +46,7 @@ _test_cases: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def in_test_case(connection: Connection) -> bool:
-    """Tell whether Django's ``TestCase`` wraps what runs on this connection."""
+    """Tell whether a ``TestCase`` of Django's wraps this connection."""
     blocks: list[Any] = connection.atomic_blocks
     return bool(blocks) and blocks[0]._from_testcase
 
@@ -57,7 +57,7 @@ def test_case_is_open(alias: str) -> bool:
 
 
 def in_transaction(connection: Connection) -> bool:
-    """Tell whether the caller has a transaction open; a ``TestCase``'s isn't one."""
+    """Tell whether the caller, apart from a ``TestCase``, has a transaction open."""
     blocks: list[Any] = connection.atomic_blocks
     return connection.in_atomic_block and not all(b._from_testcase for b in blocks)
 
@@ -84,20 +84,20 @@ def transaction_is_open() -> bool:
 def at_end(stage: int, function: Callable[[], object]) -> None:
     """Call a function when the last open transaction of this thread has ended.
 
-    It is called again if an interrupt ends it: it must do its work once.
+    If an interrupt ends it, it is called again, and must do its work only once.
     """
     _thread.due[stage].append(function)
 
 
 def note_row_lock(alias: str, key: str) -> None:
-    """Remember that the open transaction has a key's row locked."""
+    """Remember that the open transaction has locked a key's row."""
     _thread.row_locks[alias, key] = len(connections[alias].atomic_blocks)
 
 
 def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
-    """Raise if the open transaction has a key's row locked.
+    """Raise if the open transaction has locked a key's row.
 
-    If ``certain``, not where a savepoint was rolled back: InnoDB may keep such rows.
+    If ``certain``, not after a savepoint was rolled back: InnoDB may keep such locks.
     """
     depth = _thread.row_locks.get((alias, key))
     if depth is not None and (depth or not certain):
@@ -111,7 +111,7 @@ def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
 def if_commit_fails(alias: str, function: Callable[[DatabaseError], object]) -> None:
     """Call a function with the error if the open transaction can't be committed.
 
-    What it raises takes the place of that error.
+    If it raises, its error replaces that one.
     """
     _thread.guards.setdefault(alias, []).append(function)
 
@@ -190,7 +190,7 @@ def _outermost_left(thread: _Thread) -> None:
 
 
 def _run_all(functions: list[Callable[[], object]]) -> None:
-    """Call each, also when one of them raises, and raise the first of the errors."""
+    """Call each, even if one of them raises, and then raise the first error."""
     first: BaseException | None = None
     for function in functions:
         try:
@@ -198,7 +198,7 @@ def _run_all(functions: list[Callable[[], object]]) -> None:
         except BaseException as error:
             first = first or error
             if not isinstance(error, Exception):
-                # An interrupt came before, in, or after it.
+                # An interrupt came before, during or after it.
                 _run_all([function])
     if first is not None:
         raise first
