@@ -1,8 +1,8 @@
 """The queue for a key in the server, where each waiter blocks on a bell of its own.
 
-A release tells the first that the key is free and keeps it for that one for a quarter
-of a second. It tells the next when to look, one after the other, in case those before
-them have died.
+A release tells the first waiter that the key is free, and keeps it for that waiter for
+a quarter of a second. It tells the next waiters when to look, one after the other, in
+case those before them have died.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .server import MICRO, Server
 logger = logging.getLogger("dblocks")
 
 LONGEST = 25.0
-"""Seconds between two looks at a key that nobody gives back."""
+"""Seconds between two looks at a key that nobody releases."""
 
 LONGEST_OF_CO_OWNER = 1.0
-"""The same for an explicit owner, which another thread of it may let in."""
+"""The same for an explicit owner, whose other threads may let it in."""
 
 SLACK = 1.0
-"""Seconds for which a waiter is thought alive after it should have asked again."""
+"""Seconds for which a waiter counts as alive after it should have asked again."""
 
 
 class Doorbell(Gate):
@@ -47,7 +47,7 @@ class Doorbell(Gate):
 
     @property
     def ticket(self) -> str:
-        """What it is known by in the queue, if it is there."""
+        """Its name in the queue, if it is there."""
         return self._ticket if self._queues else ""
 
     def patience(self, remaining: float) -> float:
@@ -84,10 +84,10 @@ class Doorbell(Gate):
         return False
 
     def answered(self, *, granted: bool) -> None:
-        """Note the answer to an attempt: what was kept for this one is used up.
+        """Note the answer to an attempt, which used up what was kept for this waiter.
 
         Args:
-            granted: It was let in, and queues no more.
+            granted: It got the key, and no longer queues.
         """
         self.held = False
         if granted:
@@ -108,5 +108,5 @@ class Doorbell(Gate):
         try:
             self._server.leave(self._request.key, self._ticket)
         except RedisError as error:
-            # The queue forgets it when it has not asked again.
+            # The queue forgets a waiter that doesn't ask again.
             logger.debug("not left the queue key=%r error=%s", self._request.key, error)

@@ -1,9 +1,9 @@
 """Redlock: several independent servers, of which a majority must agree.
 
-The algorithm is that of redis.io ("Distributed Locks with Redis"): ask all, hold what a
-majority grants for what is left of the lease, else undo everywhere. It has no fencing
-tokens: each server counts for itself (M. Kleppmann, "How to do distributed locking",
-2016; S. Sanfilippo, "Is Redlock safe?", 2016).
+The algorithm is that of redis.io ("Distributed Locks with Redis"): ask all servers; if
+a majority grants the key, hold it for the rest of the lease, otherwise undo everywhere.
+It has no fencing tokens, because each server counts for itself (M. Kleppmann, "How to
+do distributed locking", 2016; S. Sanfilippo, "Is Redlock safe?", 2016).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SOCKET_TIMEOUT = 0.25
 """Seconds after which a server that doesn't answer counts as no, by default."""
 
 DRIFT = 0.01
-"""Which part of a lease the servers' clocks may drift apart in."""
+"""The part of a lease by which the servers' clocks may drift apart."""
 
 workers = Workers("dblocks-redlock")
 
@@ -57,7 +57,7 @@ class QuorumBackend(Servers):
     """A majority of several independent servers."""
 
     has_fencing_tokens = False
-    # The others are there for that.
+    # If one server doesn't answer, there are the others.
     patience = 0.0
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class QuorumBackend(Servers):
     # Asking
 
     def _ask(self, question: Callable[[Server], T]) -> dict[Server, T]:
-        """Ask all servers side by side; return the answers of those that have any.
+        """Ask all servers in parallel; return the answers of those that answer.
 
         Raises:
             RedisError: Fewer than a majority answered.
@@ -176,10 +176,10 @@ class QuorumBackend(Servers):
     def _undo(
         self, grants: Sequence[Grant], request: Request, granting: Iterable[Server]
     ) -> None:
-        """Take back what was granted, or may have been; the rest lapses.
+        """Undo what was granted, or may have been; the rest lapses.
 
-        An explicit owner may have the key by another of its threads: only what is
-        known to have been counted now is given back.
+        An explicit owner may have the key in another thread: there, only holds that are
+        known to have been counted now are undone.
         """
         if request.explicit:
             count, servers = None, granting
@@ -230,7 +230,7 @@ class QuorumBackend(Servers):
         }
 
     def _agreed(self, seen: Sequence[Reading]) -> Reading:
-        """Return what a majority says of a key: when so many will grant it."""
+        """Return what a majority says about a key: when that many will grant it."""
         readings = sorted(seen, key=lambda each: each.remaining)
         return readings[self._majority - 1]
 
@@ -249,7 +249,7 @@ class QuorumBackend(Servers):
             found.setdefault(entry.key, []).append(entry)
         free = self._majority - 1
         for row_key in sorted(found):
-            # Servers that never had the key would grant it.
+            # Servers that never had the key would grant it at once.
             missing = len(answers) - len(found[row_key])
             entries = sorted(found[row_key], key=lambda entry: entry.remaining)
             yield entries[max(0, free - missing)]
@@ -261,7 +261,7 @@ class QuorumBackend(Servers):
         self, row_key: str, version: int | None
     ) -> tuple[str, str, int | None] | None:
         answers = self._ask(lambda server: server.request_release(row_key, version))
-        # One server would tell the holder; a majority says that there is one.
+        # One server is enough to tell the holder; only a majority proves there is one.
         return self._described(answers.values(), self._majority)
 
     def end_grant(
@@ -275,7 +275,7 @@ class QuorumBackend(Servers):
     def _described(
         self, answers: Iterable[tuple[str, str, int] | None], least: int
     ) -> tuple[str, str, int | None] | None:
-        """Return whose grant it was, if as many servers know one."""
+        """Return whose grant it was, if that many servers know one."""
         found = [each for each in answers if each is not None]
         if len(found) < least:
             return None

@@ -29,21 +29,21 @@ from .client import Client
 MICRO = 1_000_000
 
 BATCH = 500
-"""Rows that are read or written by one call, so that others' calls come in between."""
+"""The most rows that one call reads or writes, so that others' calls get a turn."""
 
 LONG = 1.0
-"""Seconds from which on the server is trusted to end a wait in time."""
+"""The shortest wait, in seconds, that the server is trusted to end on time."""
 
 LATE = 0.25
-"""Seconds by which it may be late."""
+"""Seconds by which the server may be late."""
 
 
 class Server:
     """Keeps locks on one server, or on one of several.
 
     Args:
-        has_tokens: Whether versions are the caller's fencing tokens; those of one of
-            several servers are not.
+        has_tokens: Whether versions are the caller's fencing tokens; those of one
+            server of several aren't.
     """
 
     def __init__(self, client: Client, prefix: str, *, has_tokens: bool = True) -> None:
@@ -101,7 +101,7 @@ class Server:
         return Granted(Grant(key, request.owner, token), limit / MICRO)
 
     def forfeit(self, grant: Grant, holds: int) -> None:
-        """Count holds of an explicit owner's grant no more."""
+        """Subtract holds from the count of an explicit owner's grant."""
         self.client.run(
             scripts.FORFEIT,
             [self._queue(apart(grant.key)[0])[0], self.row(grant.key)],
@@ -129,7 +129,7 @@ class Server:
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
     ) -> set[Grant]:
-        """Give back one hold of each, or all but ``count``; return the current ones."""
+        """Release one hold of each, or all but ``count``; return the current ones."""
         names: list[str] = []
         owners: list[str | int] = []
         for grant in grants:
@@ -144,7 +144,7 @@ class Server:
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
     def renew(self, renewals: Sequence[Renewal], count: int | str = "") -> Renewed:
-        """Extend grants; ``count`` is how many holds there are then, or ``up``."""
+        """Extend grants; ``count`` is the new number of holds, or ``up`` for one more."""
         renewed = Renewed()
         for batch in _batches(renewals):
             arguments: list[str | int] = [count]
@@ -165,7 +165,7 @@ class Server:
     def read_all(
         self, keys: Sequence[str], patience: float = 0.0
     ) -> dict[str, Reading]:
-        """Look at rows; those that were never taken, or long ago, are left out."""
+        """Look at rows; omit those that were never taken, or were forgotten."""
         found = {}
         for batch in _batches(keys):
             answers = self._read(batch, patience)
@@ -186,8 +186,8 @@ class Server:
         """Queue for a key for so long.
 
         Returns:
-            Whether it is free for this one, and else in how many seconds it will be if
-            nobody tells.
+            Whether it is free for this waiter, and if not, after how many seconds to
+            look if the bell doesn't ring.
         """
         keys = row_keys(request.key, request.permits)
         is_free, turn = self.client.run(
@@ -198,20 +198,20 @@ class Server:
         return bool(is_free), turn / MICRO
 
     def listen(self, key: str, ticket: str, seconds: float) -> str:
-        """Wait for what the queue tells this one; nothing if it tells nothing."""
-        # The server looks at its clock ten times a second. It ends long waits, just
-        # before; this one ends the others, which costs the connection.
+        """Wait for a word from the queue; return an empty one if there is none."""
+        # The server looks at its clock ten times a second. It ends long waits, a bit
+        # early; the client ends the others, which costs the connection.
         ends = seconds - LATE if seconds > LONG else seconds + LONG
         command = ("BLPOP", self._bell(key, ticket), ends)
         try:
             answer = self.client.send(*command, answers_within=seconds)
         except (ConnectionError, TimeoutError):
-            # The next question to the server tells whether it is out of reach.
+            # The next command will show whether the server is out of reach.
             return ""
         return "" if answer is None else str(answer[1], "ascii")
 
     def leave(self, key: str, ticket: str) -> None:
-        """Queue no longer."""
+        """Leave the queue."""
         self.client.run(
             scripts.LEAVE, [*self._queue(key), self._bell(key, ticket)], [ticket]
         )
@@ -233,14 +233,14 @@ class Server:
     # Operators
 
     def waiters(self, key: str) -> Waiters:
-        """Tell who waits: one a process."""
+        """Tell who waits: one waiter for each process."""
         found = self.client.run(scripts.WAITERS, self._queue(key)[:2])
         since = _moment(int(found[0][1])) if found else None
         names = (ticket.decode().partition(" ")[2] for ticket, _ in found)
         return Waiters(len(found), since, tuple(names))
 
     def entries(self, key: str | None = None) -> Iterator[Entry]:
-        """Return what is known of all locks, or of a key and its permits."""
+        """Return what is known about all locks, or about a key and its permits."""
         for batch in _batches(self._find(key)):
             for each, answer in zip(batch, self._read(batch), strict=True):
                 if answer:
@@ -297,7 +297,7 @@ class Server:
     def force_release(
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int] | None:
-        """Free a row; return owner, holder and version of the grant that it ended."""
+        """Free a row; return owner, holder and version of the grant that this ended."""
         return _described(
             self.client.run(
                 scripts.FORCE_RELEASE,

@@ -26,7 +26,7 @@ class Servers(BaseBackend):
     option_names = None
     system = "redis"
     errors = (RedisError,)
-    #: Seconds for which a server's faults that may pass are sat out, at least.
+    #: Seconds for which passing faults of a server are sat out, at least.
     patience = PATIENCE
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
