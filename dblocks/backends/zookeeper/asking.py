@@ -1,4 +1,4 @@
-"""Asking for a key: what is sent until it is granted, or somebody else has it."""
+"""Asks for a key, until it is granted or somebody else has it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sessions import Held, Session
 
 
 def written(request: Request) -> bytes:
-    """Return what is written into a place."""
+    """Return the content of a place."""
     found = nodes.Content(request.owner, request.holder, request.note)
     return found.written()
 
@@ -29,12 +29,12 @@ def moment(milliseconds: int) -> datetime:
 
 def granted_at(content: nodes.Content, stat: Any) -> int:
     """Return when a node's key was granted, in milliseconds of the server's clock."""
-    # Of one that waited first, when its node was written again.
+    # If it waited first, this is when its node was written again.
     return content.since or int(stat.mtime)
 
 
 def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
-    """Return what a node tells of who has a key."""
+    """Return what a node says about the holder of a key."""
     return Reading(
         owner=content.owner,
         holder=content.holder,
@@ -58,17 +58,17 @@ class Asking:
             self._place = request.gate
 
     def doom(self, session: Session | None) -> None:
-        """Have what it made, and did not get, deleted."""
+        """Have the nodes deleted that it made in vain."""
         if session is not None:
             for folder in self._touched:
                 session.doom(folder, self._mark)
 
     def one(self, session: Session, give_up: float) -> Granted | Reading:
-        """Ask for one key; again after a fault, of which nothing is left then."""
+        """Ask for one key; after a fault, clean up and ask again."""
         self._tidy(session)
         place, request = self._place, self._request
         if place is not None:
-            # If this fails, its turn has not come.
+            # If this fails, its turn hasn't come.
             place.held = False
         if place is not None and request.permits == 1:
             return self._promoted(session, place, give_up)
@@ -95,7 +95,7 @@ class Asking:
         if taken is None:
             return None
         if not taken.are_first():
-            # They are asked for one by one next.
+            # Next, the keys are asked for one by one.
             self._tidy(session)
             return None
         granted = [
@@ -106,7 +106,7 @@ class Asking:
         return granted
 
     def _tidy(self, session: Session) -> None:
-        # The answer may have been lost to a request that was heard.
+        # The request may have been carried out, and only its answer lost.
         for folder in self._touched:
             session.sweep(folder, self._mark)
         self._touched.clear()
@@ -155,8 +155,8 @@ class Asking:
         sent = clock.monotonic()
         stat = None
         if place.session is session:
-            # The first stays the first for as long as it is there. That it was written
-            # again tells since when it has the key, and that the session lives.
+            # The first stays the first for as long as it exists. Writing it again tells
+            # since when it has the key, and proves that the session is alive.
             stat = session.write(place.path, written(place.request), give_up)
         if stat is not None:
             key, owner = place.request.key, place.request.owner
@@ -228,7 +228,7 @@ class Asking:
         return granted
 
     def seen(self, session: Session, give_up: float) -> Reading:
-        """Return who has the key; of permits, the one that is free first."""
+        """Return who has the key; with permits, the one that will be free first."""
         rows = row_keys(self._request.key, self._request.permits)
         folders = [session.folder(row) for row in rows]
         return self._reading(session, rows, session.children(folders, give_up), give_up)
@@ -246,7 +246,7 @@ class Asking:
             if places
         }
         if len(readings) == len(rows):
-            # None is free before the others, as far as anybody knows.
+            # Nobody knows which of them will be free first.
             path = f"{session.folder(rows[0])}/{(seen[0] or [''])[0]}"
             node = session.contents([path], give_up)[0]
             readings.pop(rows[0])

@@ -30,7 +30,7 @@ from .places import Place
 from .sessions import Held, Session, opened, patiently, session
 
 AT_ONCE = 1000
-"""Folders that are read together where all are listed."""
+"""Folders that are read together when all are listed."""
 
 FOR_OPERATORS = 10.0
 """Seconds for which those who list or force locks wait for the server."""
@@ -116,7 +116,7 @@ class ZooKeeperBackend(BaseBackend):
         try:
             if not request.explicit:
                 return patiently(self._address, patience, asking.one)
-            # Its threads would be refused by each other, or get two permits.
+            # Its threads would refuse each other, or get two permits.
             with patiently(self._address, patience, Session.alone):
                 return patiently(self._address, patience, asking.one)
         finally:
@@ -237,7 +237,7 @@ class ZooKeeperBackend(BaseBackend):
                 return "expired" if stat.czxid == grant.version else "taken"
             held = self._held(session, grant)
             lives = held is not None and held.session_id == session.id
-            # Nothing else deletes a node whose session lives.
+            # Nothing else deletes a node whose session is alive.
             return "forced" if lives else "expired"
 
         return patiently(self._address, 0.0, ask)
@@ -352,7 +352,7 @@ class ZooKeeperBackend(BaseBackend):
 def _holders(
     session: Session, rows: Sequence[str], give_up: float
 ) -> list[tuple[str, str, nodes.Content, Any]]:
-    """Return who has some keys: row key, the node's path, its content and stat."""
+    """Return the holders of some keys: row key, path, content and stat of the node."""
     folders = [session.folder(row) for row in rows]
     seen = session.children(folders, give_up)
     paths = {

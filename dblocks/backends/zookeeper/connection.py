@@ -37,16 +37,16 @@ PASSING = (
     SessionMovedError,
     KazooTimeoutError,
 )
-"""What may be gone with the next connection, or the next session."""
+"""Errors that the next connection, or the next session, may not have."""
 
 
 WAKE_AFTER = 0.05
-"""Seconds without an answer after which kazoo's thread is told to look again."""
+"""Seconds without an answer after which kazoo's thread is woken to look again."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a session is opened with; equal ones share it.
+    """What a session is opened with; equal addresses share a session.
 
     Attributes:
         lease: The session's timeout, in seconds.
@@ -62,14 +62,14 @@ class Address:
 
 
 class Taken(NamedTuple):
-    """Places that were taken: their names, who is in their folders, the transaction."""
+    """Places that were taken: names, contents of their folders, and the transaction."""
 
     names: list[str]
     places: list[list[str] | None]
     transaction: int
 
     def are_first(self) -> bool:
-        """Tell whether all of them are the first in their folders."""
+        """Tell whether each of them is the first in its folder."""
         return all(
             places is not None and places[:1] == [name]
             for name, places in zip(self.names, self.places, strict=True)
@@ -77,7 +77,7 @@ class Taken(NamedTuple):
 
 
 class Connection:
-    """A client of kazoo's. Requests take the local clock at which they give up."""
+    """A client of kazoo. Requests are given the local clock at which to give up."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -97,7 +97,7 @@ class Connection:
 
     def _heed_negotiation(self) -> None:
         """Note the timeout that the server gives each new or resumed session."""
-        # kazoo keeps it to itself, and gives a server as long to answer.
+        # kazoo doesn't publish it, and gives each server as long to answer.
         connection = self.client._connection
         invoke = connection._invoke
 
@@ -128,7 +128,7 @@ class Connection:
             raise
 
     def _make_root(self) -> None:
-        """Make what is above the folders, unless it is there."""
+        """Make the path above the folders, unless it exists."""
         sent = self.client.ensure_path_async(self.address.root)
         self.wait(sent, CONNECT_WITHIN)
 
@@ -196,10 +196,10 @@ class Connection:
             raise self._no_access() from None
 
     def _wake(self) -> None:
-        """Have kazoo's thread look for requests that it wasn't told of.
+        """Have kazoo's thread look for requests that it doesn't know of.
 
-        It sends one for each byte in a pipe. Whoever was interrupted between the two
-        has queued a request and written no byte: the one after waits for that.
+        It sends one request for each byte in a pipe. A caller that was interrupted in
+        between has queued a request and written no byte, and the next one would wait.
         """
         with suppress(AttributeError, OSError):
             if self.client._queue:
@@ -233,7 +233,7 @@ class Connection:
     def contents(
         self, paths: Sequence[str], give_up: float
     ) -> list[tuple[nodes.Content, Any] | None]:
-        """Return what is in some nodes, with their stat; ``None`` for one gone."""
+        """Return the content and stat of some nodes; ``None`` for those gone."""
         found: list[tuple[nodes.Content, Any] | None] = []
         for result in [self.client.get_async(path) for path in paths]:
             try:
@@ -245,9 +245,9 @@ class Connection:
         return found
 
     def stats(self, paths: Sequence[str], give_up: float) -> list[Any]:
-        """Return the stats of nodes, ``None`` for those gone, as the leader has it.
+        """Return the stats of nodes as the leader has them; ``None`` for those gone.
 
-        That they are there proves that the session was alive when this was asked.
+        If they exist, the session was alive when this was asked.
         """
         # A server that has lost its leader would go on answering by itself.
         synced = self.client.sync_async(self.address.root)
@@ -262,7 +262,7 @@ class Connection:
 
         Args:
             folders: Whether each must be made first.
-            mark: What the places can be found by.
+            mark: By which the places can be found.
 
         Returns:
             ``None`` if a folder has come or gone: look again.
@@ -273,7 +273,7 @@ class Connection:
                 transaction.create(folder)
             path = f"{folder}/{mark}-"
             transaction.create(path, content, ephemeral=True, sequence=True)
-        # Of all results, this one's alone tells the transaction's id.
+        # Only this result has the transaction's id.
         transaction.set_data(next(iter(folders)), b"")
         sent = transaction.commit_async()
         listed = [self.client.get_children_async(folder) for folder in folders]
@@ -285,7 +285,7 @@ class Connection:
                 if clock.monotonic() > give_up:
                     raise each
                 if isinstance(each, NoNodeError) and any(folders.values()):
-                    # Somebody has deleted what is above, too.
+                    # Somebody has deleted the path above, too.
                     self._make_root()
                 return None
         made = [path for path in results if isinstance(path, str)]
@@ -294,7 +294,7 @@ class Connection:
         return Taken(names, places, results[-1].mzxid)
 
     def remove(self, paths: Sequence[str], give_up: float) -> list[bool]:
-        """Delete places; tell which of them were there."""
+        """Delete places; tell which of them existed."""
         sent = [self.client.delete_async(path) for path in paths]
         found = []
         for result in sent:
@@ -302,8 +302,8 @@ class Connection:
                 found.append(bool(self.wait(result, give_up - clock.monotonic())))
             except NoNodeError:
                 found.append(False)
-        # Not before: the one who watches the place would hear of it later. It fails
-        # where somebody else has a place.
+        # Only now, so that whoever watches the place hears of it first. It fails if
+        # somebody else has a place.
         for path in paths:
             self.client.delete_async(path.rpartition("/")[0])
         return found
@@ -317,7 +317,7 @@ class Connection:
             return None
 
     def rewrite(self, path: str, content: bytes, version: int, give_up: float) -> bool:
-        """Write into a node that nobody has written since; ``False`` if not so."""
+        """Write into a node; ``False`` if it is gone or has been written since."""
         try:
             sent = self.client.set_async(path, content, version)
             self.wait(sent, give_up - clock.monotonic())
@@ -326,6 +326,6 @@ class Connection:
         return True
 
     def now(self, path: str, give_up: float) -> int:
-        """Return the server's clock, in milliseconds: it tells by a write."""
+        """Return the server's clock, in milliseconds, which only a write tells."""
         result = self.client.set_async(path.rpartition("/")[0], b"")
         return int(self.wait(result, give_up - clock.monotonic()).mtime)

@@ -1,8 +1,7 @@
 """What kazoo runs on: threads, sockets and answers.
 
-A signal handler or the garbage collector may use locks in the middle of a request,
-and nothing must be in the way of their answers then: whoever asks shares no mutex with
-kazoo's threads.
+A signal handler or the garbage collector may use locks in the middle of a request. So
+that nothing blocks their answers then, callers share no mutex with kazoo's threads.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
 
 CONNECT_WITHIN = 3.0
-"""Seconds for the first connection, and for each server that is tried."""
+"""Seconds for the first connection, and for trying each server."""
 
 
 class Bell:
@@ -32,7 +31,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.rung_for: object = None
-        # A bare lock: an Event has a mutex that its waiter can be interrupted in.
+        # A bare lock: a signal handler could block on the mutex inside an Event.
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -42,14 +41,14 @@ class Bell:
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a ring, which is used up; return whether there was one."""
+        """Wait for a ring, and use it up; tell whether there was one."""
         return self._lock.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)))
 
 
 class Answer:
     """The answer to a request, as kazoo's interface has it.
 
-    What waits for it, inside kazoo, is called in the thread that brings it.
+    Callbacks inside kazoo are called in the thread that brings it.
     """
 
     def __init__(self) -> None:
@@ -107,14 +106,14 @@ class Answer:
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """One thread, and sockets that a forked child can let go of.
 
-    What kazoo has other threads for, callbacks and completions, doesn't block here.
+    Callbacks and completions, for which kazoo has other threads, don't block here.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sockets: set[socket.socket] = set()
         self._latest: socket.socket | None = None
-        #: There is no session that the server has to be told the end of.
+        #: There is no session whose end the server must be told.
         self.breaks_off = False
 
     def start(self) -> None:
@@ -123,7 +122,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     def stop(self) -> None:
         self._running = False
         if self.breaks_off:
-            # Its thread may wait for a server that says nothing.
+            # Its thread may be waiting for a silent server.
             self.hang_up()
 
     def dispatch_callback(self, callback: Any) -> None:
@@ -178,13 +177,13 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         return pair
 
     def hang_up(self) -> None:
-        """Break the connection: kazoo makes another one, perhaps elsewhere."""
+        """Break the connection; kazoo makes another one, perhaps to another server."""
         if self._latest is not None:
             with suppress(OSError):
                 self._latest.shutdown(socket.SHUT_RDWR)
 
     def abandon(self) -> None:
-        """Close this process's ends, without a word to the server."""
+        """Close this process's ends without telling the server."""
         for each in self._sockets:
             with suppress(OSError):
                 # Not through TLS, which would say something.

@@ -1,9 +1,9 @@
 """How locks are laid out in ZooKeeper's tree: names, order and content of nodes.
 
-A key has a folder, there for as long as somebody has the key or waits for it. Those
-who do have a *place* in it each: an ephemeral sequential node. The lowest place holds
-the key, the others wait. A permit is a key with a folder of its own; who waits for any
-of a lock's permits has a place in another folder, the lock's queue.
+A key has a folder for as long as somebody has the key or waits for it. Each of them has
+a *place* in it: an ephemeral sequential node. The lowest place holds the key, the
+others wait. A permit is a key with a folder of its own; whoever waits for any permit of
+a lock has a place in another folder, the lock's queue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unescaped(name: str) -> str:
 
 
 def queue_key(key: str, permits: int) -> str:
-    """Return what the folder is named for that one queues in."""
+    """Return the key for which the folder of the queue is named."""
     return key if permits == 1 else key + SEPARATOR
 
 
@@ -52,13 +52,13 @@ def is_of(place: str, mark: str) -> bool:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return the places of a folder, the first to come first."""
+    """Return the places of a folder in the order in which they were made."""
     found = [
         (int(match[2]), match[0]) for match in map(_PLACE.fullmatch, names) if match
     ]
     if not found:
         return []
-    # Places that exist at the same time are near each other, also across the overflow.
+    # Places that exist at the same time have near numbers, even across an overflow.
     origin = found[0][0]
     half = WRAP // 2
     return [
@@ -68,7 +68,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 class Content(NamedTuple):
-    """Who has a place, for people; the owner only of one that holds or will hold.
+    """Who has a place, for people; the owner is known if the place holds or will hold.
 
     Attributes:
         waits: It waits for a key that is not its own yet.
@@ -87,7 +87,7 @@ class Content(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> Content:
-        """Return the content of a node; of one that others made, as far as it goes."""
+        """Return the content of a node, as far as a foreign node has any."""
         try:
             found = json.loads(data)
         except ValueError:

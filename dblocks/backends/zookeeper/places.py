@@ -1,4 +1,4 @@
-"""The queue for a key: each waiter has a place, and watches the one before."""
+"""The queue for a key: each waiter has a place, and watches the one before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sessions import PATIENCE, Session
 
 
 class Place(Gate):
-    """One waiter's place. Without permits it becomes the grant, where it stands.
+    """One waiter's place. Without permits, this node itself becomes the grant.
 
     Attributes:
         request: What is waited for.
@@ -32,11 +32,11 @@ class Place(Gate):
         self._mark = os.urandom(16).hex()
         self._sessions = sessions
         self._bell = Bell()
-        #: Emptied by who comes first: the grant that keeps the node, or who leaves.
+        #: Emptied by whichever comes first: the grant that keeps the node, or leaving.
         self._claims = [None]
 
     def patience(self, remaining: float) -> float:
-        # Watches tell of changes. What was seen of the holder must not grow too old.
+        # Watches report changes, but the reading of the holder must not get too old.
         return max(QUEUE_FOR, remaining / 2)
 
     def enter(self, seconds: float) -> None:
@@ -44,11 +44,11 @@ class Place(Gate):
         try:
             self.held = self._wait(until)
         except PASSING:
-            # Whoever waits asks for the key next, with all the patience that it has.
+            # Next, the waiter asks for the key, with all its patience.
             self.held = False
         finally:
             if self._is_left:
-                # Whoever left meanwhile may have found nothing to delete.
+                # If it was left meanwhile, there may have been nothing to delete yet.
                 self._doom()
 
     @property
@@ -56,7 +56,7 @@ class Place(Gate):
         return not self._claims
 
     def _wait(self, until: float) -> bool:
-        """Wait for this one's turn; return whether it has come, in all likelihood."""
+        """Wait for this place's turn; tell whether it has very likely come."""
         session = self.session = self._sessions()
         request = self.request
         self.folder = session.folder(nodes.queue_key(request.key, request.permits))
@@ -75,10 +75,11 @@ class Place(Gate):
     def _told(
         self, session: Session, before: list[str], until: float, give_up: float
     ) -> bool | None:
-        """Wait for the place before this one to go; the first, for a permit.
+        """Wait until the place before this one is gone, or, if first, for a permit.
 
         Returns:
-            Whether it has, or only the connection is gone; ``None`` when time is up.
+            Whether that has happened, or only the connection is gone; ``None`` if the
+            time is up.
         """
         if before:
             paths = [f"{self.folder}/{before[-1]}"]
@@ -114,7 +115,7 @@ class Place(Gate):
             else:
                 places = taken.places[0]
         assert places is not None
-        # A reply that was lost may have left another, which nobody would delete.
+        # A lost reply may have left another place, which nobody would delete.
         session.remove([f"{self.folder}/{x}" for x in mine[1:]], give_up)
         self.name = mine[0]
         return places[: places.index(self.name)]

@@ -1,7 +1,7 @@
 """The session with ZooKeeper that all locks of a process share.
 
-All that its locks are in ZooKeeper is ephemeral nodes, which the server deletes when
-the session is over: when it has heard nothing for a lease's time.
+In ZooKeeper its locks consist of ephemeral nodes, which the server deletes when the
+session is over: when it has heard nothing for the length of a lease.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger("dblocks")
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds for which passing faults are sat out where the caller's time is shorter."""
+"""Seconds for which passing faults are sat out if the caller's time is shorter."""
 
 RETRY_AFTER = 0.05
-"""Seconds before what a passing fault has stopped is tried again."""
+"""Seconds until a request is tried again after a passing fault."""
 
 PULSES = 20
-"""How often in a lease's time the server hears of a session.
+"""How often per lease the server hears from a session.
 
-A server of an ensemble tells the leader twice a tick of whom it has heard. If it dies
-before, the leader counts from the time before: that must not be long ago, also when a
-session that has held nothing for long has just been granted a key.
+A server of an ensemble reports twice a tick to the leader which sessions it has heard
+from. If it dies before such a report, the leader counts from the one before. That must
+not be long ago, even if a session that was idle for long has just got a key.
 """
 
 
@@ -48,9 +48,9 @@ class Held:
 
     Attributes:
         folder, place: Its node.
-        session_id: The session that the node lives and dies with.
+        session_id: The session to which the node belongs.
         count: How many holds the owner has.
-        written: How often the node has been written; more often by who asks for it.
+        written: How often the owner has written the node; a request writes it too.
         expires_at: Local clock at which the node is deleted if nothing renews it.
         max_until: Local clock beyond which no renewal moves that.
     """
@@ -74,16 +74,16 @@ class Held:
 
 
 class Session(Connection):
-    """The grants that a session keeps, and who waits in it.
+    """The grants that a session keeps, and its waiters.
 
-    A thread of its own deletes what is to go: what nobody waits for any more, what an
-    error left behind, and leases that ran out.
+    A thread of its own deletes leftovers: nodes that nobody waits for any more, nodes
+    that an error left behind, and leases that ran out.
     """
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self.grants: dict[tuple[str, str], Held] = {}
-        #: Kept by those who change what a grant of these is, for an instant.
+        #: Held for an instant by whoever changes one of these grants.
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
         self._bells: set[tuple[str, Bell]] = set()
@@ -100,30 +100,30 @@ class Session(Connection):
     def watch(
         self, paths: Sequence[str], bell: Bell, give_up: float
     ) -> list[list[str] | None]:
-        """Ring when one of these nodes goes, or what is in it changes; return that."""
+        """Ring when a node goes or its children change; return the children."""
         self._bells |= {(path, bell) for path in paths}
         return self.children(paths, give_up, watch=self._rung)
 
     def unwatch(self, paths: Sequence[str], bell: Bell) -> None:
-        """Ring no more."""
+        """Stop ringing."""
         self._bells -= {(path, bell) for path in paths}
 
     def _rung(self, event: Any) -> None:
         for path, bell in list(self._bells):
-            # Without a path, the connection is lost, and all watches with it.
+            # No path means that the connection is lost, and all watches with it.
             if event.path in (None, "", path):
                 bell.ring(event.path)
 
-    # What is to go
+    # What to delete
 
     def give_back(
         self, last: Sequence[Held], give_up: float, unanswered: set[int]
     ) -> list[bool]:
-        """Delete the nodes of grants; tell which of them were there.
+        """Delete the nodes of grants; tell which of them existed.
 
         Args:
-            unanswered: The sessions in which that was asked for before, and may have
-                been done.
+            unanswered: Sessions in which this was asked for before, and may have been
+                done.
         """
         asked_before = frozenset(unanswered)
         unanswered |= {held.session_id for held in last}
@@ -135,10 +135,10 @@ class Session(Connection):
 
     @contextmanager
     def alone(self, give_up: float) -> Iterator[None]:
-        """Keep out others who ask for a key in the name of an explicit owner.
+        """Keep out others that ask for a key in the name of an explicit owner.
 
         Raises:
-            ConnectionLoss: One of them has waited for the server all the time.
+            ConnectionLoss: One of them was waiting for the server all that time.
         """
         left = min(max(0.0, give_up - clock.monotonic()), threading.TIMEOUT_MAX)
         if not self._explicit.acquire(timeout=left):
@@ -149,7 +149,7 @@ class Session(Connection):
             self._explicit.release()
 
     def extend(self, held: Held, until: float) -> bool:
-        """Keep a grant for longer; ``False`` if it has run out meanwhile."""
+        """Keep a grant for longer; ``False`` if it has already run out."""
         with self.mutex:
             if self.grants.get((held.grant.key, held.grant.owner)) is not held:
                 return False
@@ -157,7 +157,7 @@ class Session(Connection):
             return True
 
     def drop(self, held: Held) -> bool:
-        """Keep a grant no longer; ``False`` if that was so already."""
+        """Stop keeping a grant; ``False`` if it wasn't kept any more."""
         name = held.grant.key, held.grant.owner
         with self.mutex:
             if self.grants.get(name) is not held:
@@ -170,11 +170,11 @@ class Session(Connection):
         self._doomed.put(None)
 
     def doom(self, folder: str, mark: str) -> None:
-        """Have what was made under a mark deleted as soon as may be. Never blocks."""
+        """Have what was made under a mark deleted as soon as possible. Never blocks."""
         self._doomed.put((folder, mark))
 
     def _keep(self) -> None:
-        """Delete what is to go, for as long as the client lives."""
+        """Delete leftovers for as long as the client lives."""
         left: set[tuple[str, str]] = set()
         while not self.is_over():
             now = clock.monotonic()
@@ -216,7 +216,7 @@ class Session(Connection):
         self.remove(mine, give_up)
 
     def forget_parent(self) -> None:
-        """What a forked child does with its parent's."""
+        """Let go of it in a forked child: it is the parent's."""
         self.handler.abandon()
 
 
@@ -231,8 +231,8 @@ class _Opening:
         """Return a new session.
 
         Args:
-            asked: Local clock. What has failed since then has failed for this one too,
-                who waited for it: otherwise each would wait as long after the other.
+            asked: Local clock. What has failed since then has failed for this caller
+                too, which waited for it; otherwise callers would wait in turn.
         """
         if self._failure is not None and self._failure[0] > asked:
             _, kind, args = self._failure
@@ -269,7 +269,7 @@ def session(address: Address) -> Session:
                 if found is None or found.is_over():
                     found = _sessions[address] = made
                 else:
-                    # A signal handler has come and gone in between.
+                    # A signal handler has opened it in between.
                     made.close()
     found.check()
     return found
@@ -285,7 +285,7 @@ def close(address: Address) -> None:
 def patiently(
     address: Address, patience: float, ask: Callable[[Session, float], T]
 ) -> T:
-    """Ask again, for some time, where a passing fault has stopped it.
+    """Ask, and ask again for some time after a passing fault.
 
     Args:
         ask: Called with the session, and the local clock at which to give up.
