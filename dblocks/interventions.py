@@ -17,11 +17,10 @@ from .backends.values import Grant
 class Intervention(models.Model):
     """A forced release, or a request to the holder: of which grant, by whom and why.
 
-    Written in the transaction that ends the grant or notes the request, so there is
-    one for each, and none for what didn't happen. The admin's own ``LogEntry`` couldn't
-    do that: it needs a user, which commands and programs may not have and which not
-    every project's model lets a library make up, and it may be kept in another
-    database.
+    Written in the transaction that ends the grant or notes the request, so there is one
+    for each, and none for anything that didn't happen. The admin's ``LogEntry`` can't do
+    that: it needs a user, which commands and programs may lack and a library can't make
+    up for every project's model, and it may be in another database.
 
     Attributes:
         kind: What was done, see :class:`Kind`.
@@ -55,7 +54,7 @@ class Intervention(models.Model):
 
 
 def end_grant(using: str, grant: Grant, **how: Any) -> bool:
-    """End a grant over its holder's head and record it; tell whether it was current.
+    """End a grant without its holder and record it; tell whether it was current.
 
     Args:
         how: Also who had it, and the rest of an :class:`Intervention`.

@@ -22,7 +22,7 @@ MAX_COUNT = 1000
 class StateFilter(admin.SimpleListFilter):
     """Filters by a row's present state, judged by the database's clock.
 
-    Free rows are most of a table and nobody's trouble: they are shown when asked for.
+    Most rows are free and trouble nobody: they are shown only on request.
     """
 
     title = gettext_lazy("state")
@@ -56,9 +56,9 @@ class _AtLeast(int):
 class LockPaginator(Paginator):  # type: ignore[type-arg]
     """Reads the keys once, up to a limit, and pages through those.
 
-    Counting or sorting without an index is a pass over the table. This takes one such
-    pass, and none of a million rows in the order of their keys. Of one key, permits
-    stand in the order of their numbers.
+    Counting or sorting without an index is a pass over the table. This makes one such
+    pass, and none if rows are ordered by key. The permits of a key are ordered by their
+    numbers.
     """
 
     object_list: Any
@@ -88,7 +88,7 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
 
 
 class LockChangeList(ChangeList):
-    """Finds its rows by the keys that its paginator has read, and counts who waits."""
+    """Finds its rows by the keys that its paginator has read, and counts waiters."""
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)

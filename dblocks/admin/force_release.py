@@ -53,7 +53,7 @@ class ReleaseForm(forms.Form):
 
 
 def parsed(fields: Iterable[str]) -> dict[str, int]:
-    """Return each row's fencing token; skip fields that no page of ours made."""
+    """Return each row's fencing token; skip fields that our page didn't make."""
     shown = {}
     for each in fields:
         version, _colon, row_key = each.partition(":")
@@ -84,7 +84,7 @@ _OUTCOMES = {
         "count",
     ),
 }
-"""What can become of a lock on the page, and how a message says it."""
+"""The possible outcomes for a lock on the page, and the message for each."""
 
 
 def told(kind: str, holder: str, token: int, reason: str) -> str:
@@ -100,10 +100,10 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
 
 
 def is_busy(locks: LockQuerySet, key: str) -> bool:
-    """Tell whether a transaction has the row locked, and keeps it locked for a moment.
+    """Tell whether a transaction has the row locked, and not just for a moment.
 
-    It may be committing work done under this lock. A release would have to wait for
-    its end, and the request with it.
+    It may be committing work done under this lock. The release, and the request with
+    it, would have to wait for its end.
     """
     rows = locks.filter(pk=key).select_for_update(skip_locked=True)
     if not connections[rows.db].features.has_select_for_update_skip_locked:
@@ -119,7 +119,7 @@ def is_busy(locks: LockQuerySet, key: str) -> bool:
 
 
 class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Allows nothing but looking and force release, which has its own permission.
+    """Allows only viewing, and force release, which has its own permission.
 
     The list's action and the button on a lock's page both lead to the confirmation
     page, whose POST releases the grants that it showed, or asks their holders to.
@@ -271,7 +271,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     # The release
 
     def _confirmed(self, request: HttpRequest) -> HttpResponse:
-        """Release or ask for the grants that the page showed and that still stand."""
+        """Release, or ask for, the grants that the page showed, if still current."""
         shown = parsed(request.POST.getlist("lock"))
         if not shown:
             self._nothing(request)

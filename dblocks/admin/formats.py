@@ -40,7 +40,7 @@ OVERDUE = (
 
 
 def phrase(phrases: Sequence[Any], seconds: float) -> str:
-    """Format a duration in the largest unit of which it has at least two."""
+    """Format a duration in the largest unit that fits at least twice."""
     unit, text = next(
         (each for each in zip(_UNITS, phrases, strict=True) if seconds >= 2 * each[0]),
         (_UNITS[-1], phrases[-1]),
@@ -58,7 +58,7 @@ def exact(moment: datetime) -> str:
 def time_element(
     moment: datetime, phrases: Sequence[Any], seconds: float
 ) -> SafeString:
-    """Return a moment by its distance from now, with the exact moment as title."""
+    """Return a moment as its distance from now, with the exact moment as the title."""
     return format_html(
         '<time datetime="{}" title="{}">{}</time>',
         moment.isoformat(),
@@ -77,14 +77,14 @@ _BREAK = re.compile(rf"(?<=[{_SEPARATORS}])(?=[^{_SEPARATORS}])")
 
 
 def isolated_key(key: str) -> SafeString:
-    """Return a key like any text, which may be broken behind its separators."""
+    """Return a key as isolated text that may be wrapped after its separators."""
     parts = ((part,) for part in _BREAK.split(key))
     breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)
     return format_html('<bdi class="dblocks-key">{}</bdi>', breakable)
 
 
 def small(main: SafeString, *below: str | None) -> SafeString:
-    """Return a cell, and below it in small type whatever else there is to say."""
+    """Return a cell, with any further texts below it in small type."""
     lines = ((text,) for text in below if text)
     smaller = format_html_join("", '<span class="dblocks-small">{}</span>', lines)
     return format_html("{}{}", main, smaller)
@@ -110,7 +110,7 @@ _ESCAPES = str.maketrans({"%": "%25", "\n": "%0A", "\r": "%0D", SEPARATOR: "%1F"
 
 
 def escaped(row_key: str) -> str:
-    """Return a row's key as a form field holds it: browsers change line ends there.
+    """Return a row's key for a form field, where browsers would change line ends.
 
     ``unquote()`` gives it back.
     """

@@ -98,7 +98,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         return ("key",) if has_free else ("acquired_at", "key")
 
     def count_waiters(self, locks: Iterable[Any]) -> None:
-        """Note with each lock how many wait for it, as far as the server knows."""
+        """Note for each lock how many wait for it, as far as the server knows."""
         taken = {lock.lock_key for lock in locks if State(lock.state) is not State.FREE}
         counts = session_locks.waiters(connections[self.locks.db], taken)
         for lock in locks:
@@ -162,7 +162,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("holder"))
     def shown_holder(self, lock: DistributedLock) -> SafeString:
-        """The holder; a released lock has none, but tells who was the last."""
+        """The holder; for a released lock, the last holder."""
         if not lock.holder:
             return self.get_empty_value_display()
         if lock.owner:
@@ -211,7 +211,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("release requested"))
     def asked_for(self, lock: DistributedLock) -> SafeString | str:
-        """Since when the holder has been asked to finish."""
+        """When the holder was asked to finish."""
         if lock.release_requested_at is None:
             return self.get_empty_value_display()
         return exact(lock.release_requested_at)
@@ -225,9 +225,9 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def history_view(
         self, request: HttpRequest, object_id: str, extra_context: Any = None
     ) -> HttpResponse:
-        """Show all releases and requests of this key, in place of the log's entries.
+        """Show all releases and requests of this key, instead of the log's entries.
 
-        The log has those of users of the admin alone.
+        The log has only those made by users of the admin.
         """
         response = super().history_view(request, object_id, extra_context)
         if isinstance(response, TemplateResponse):
@@ -249,7 +249,7 @@ class HistoryEntry:
     def __init__(self, record: Intervention) -> None:
         self._record = record
         self.action_time = localtime(record.at)
-        #: Who did it; the template asks for a user, who need not be one.
+        #: Who did it; the template wants a user object.
         self.user = {"get_username": record.by}
 
     def get_change_message(self) -> str:

@@ -1,4 +1,4 @@
-"""What is special about management commands: how they end when they are locked out."""
+"""Management commands: how they end when they are locked out."""
 
 from __future__ import annotations
 

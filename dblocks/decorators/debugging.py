@@ -16,14 +16,14 @@ from ..advice import warn
 from .views import django_request
 
 SHOWN = 120
-"""Characters of a statement that a warning shows."""
+"""How many characters of a statement a warning shows."""
 
 WHO_ASKS = ("django.contrib.auth", "django.contrib.sessions")
-"""The packages that may query while a key is made: ``request.user`` does."""
+"""Packages that may query while a key is made, as ``request.user`` does."""
 
 
 class LateWork:
-    """Looks for what a view leaves to be done when its lock is free again."""
+    """Finds work that a view leaves for later, when its lock is free again."""
 
     def __init__(self, request: HttpRequest, name: str) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class LateWork:
 
     @classmethod
     def of(cls, request: HttpRequest | None, name: str) -> LateWork | None:
-        """Return what looks at a view's call that is about to run, in debug mode."""
+        """Return what watches a view's call that is about to run, in debug mode."""
         if request is None or not settings.DEBUG:
             return None
         return cls(request, name)
@@ -41,7 +41,7 @@ class LateWork:
         return bool(getattr(self._session, "modified", False))
 
     def warn(self, response: object) -> None:
-        """Warn of what is still to be done."""
+        """Warn about work that is still to be done."""
         if not self._was_modified and self._is_modified():
             warn(
                 f"{self._name}: this view changes the session, which is saved after "
@@ -52,7 +52,7 @@ class LateWork:
             )
         if not isinstance(response, HttpResponseBase):
             return
-        # REST framework's responses are rendered late too, from data that are there.
+        # REST framework's responses are rendered late too, but from present data.
         template = getattr(response, "template_name", None)
         unrendered = template is not None and not getattr(response, "is_rendered", True)
         if response.streaming or unrendered:
@@ -66,7 +66,7 @@ class LateWork:
 
 @contextmanager
 def queries_seen() -> Iterator[list[str]]:
-    """Collect the statements that a block runs; not those that find out who asks."""
+    """Collect the statements that a block runs, except those that identify the user."""
     seen: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What can be decorated: refused where it is decorated, not when it is called."""
+"""What can be decorated; anything else is refused when decorated, not when called."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..conf import backends
 T = TypeVar("T")
 
 TASK_METHODS = ("apply_async", "delay", "enqueue", "send", "defer", "call_local")
-"""What the tasks of Celery, RQ, Django, dramatiq, procrastinate and Huey have."""
+"""Attributes of tasks in Celery, RQ, Django, dramatiq, procrastinate and Huey."""
 
 
 def check_decoratable(function: Any, decorator: str, backend: str) -> None:
-    """Refuse what can't run under a lock of a backend.
+    """Refuse a function that can't run under a lock of a backend.
 
     Raises:
         TypeError: A generator function, whose body would run after the lock was gone;
@@ -62,7 +62,7 @@ def name_of(function: Any) -> str:
 
 
 def _call_method(function: Any) -> Any:
-    """Return what a call of an object runs, if that is Python code."""
+    """Return the function that a call of an object runs, if it is Python code."""
     return getattr(function, "__call__", None)  # noqa: B004
 
 
@@ -85,14 +85,14 @@ def is_bare(key: object, caller: FrameType) -> bool:
 
 
 def bound_to(kind: type[T], function: Any, args: tuple[Any, ...]) -> T | None:
-    """Return the object of a class whose method is called, if it is one's."""
-    # method_decorator() hands over a partial of the bound method.
+    """Return the object whose method is called, if it is of that class."""
+    # method_decorator() passes a partial of the bound method.
     owners = (getattr(layer, "__self__", None) for layer in layers(function))
     return next((one for one in (*args[:1], *owners) if isinstance(one, kind)), None)
 
 
 def layers(target: Any) -> Iterator[Any]:
-    """Yield a callable and what it calls, as far as it says what that is."""
+    """Yield a callable and the callables that it says it wraps."""
     while target is not None:
         yield target
         if isinstance(target, partial):

@@ -30,10 +30,10 @@ class _Calls:
     """The calls of a function under a lock, and what they have in common.
 
     Attributes:
-        skip: The argument that lets a call be skipped, if the lock has it.
-        atomic: What makes a call run in a transaction, if anything does.
+        skip: The argument that lets a call be skipped, if the lock has one.
+        atomic: The argument that makes a call run in a transaction, if there is one.
         has_self: A call's first argument may be ``self``.
-        wrapper: What takes the function's place.
+        wrapper: What replaces the function.
     """
 
     decorator: str
@@ -57,8 +57,8 @@ class _Calls:
         The name, docstring, signature and ``__wrapped__`` are the function's own.
 
         Raises:
-            TypeError, ImproperlyConfigured: As :func:`check_decoratable` says; for
-                what is async and would run in a transaction a ``TypeError`` too.
+            TypeError, ImproperlyConfigured: As :func:`check_decoratable` says; also a
+                ``TypeError`` for an async function that would run in a transaction.
         """
         if isinstance(function, (classmethod, staticmethod)):
             return type(function)(cls.decorate(lock, function.__func__))
@@ -69,7 +69,7 @@ class _Calls:
         return calls.wrapper
 
     def wrap(self) -> Any:
-        """Return what takes the function's place."""
+        """Return what replaces the function."""
 
         @wraps(self.function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class _Calls:
         return made
 
     def refuse_async(self) -> None:
-        """Raise if async code were to run in a transaction."""
+        """Raise if async code would run in a transaction."""
         if self.atomic:
             raise TypeError(
                 f"{self.atomic} can't be used on the async function {self.name}: "
@@ -120,7 +120,7 @@ class LeaseCalls(_Calls):
     """Calls under a ``Lock``.
 
     Attributes:
-        excluded: The databases on which the function wants no transaction of a request.
+        excluded: Databases on which the function wants no request transaction.
         timeout: How long a call waits, or ``UNSET`` for the lock's own.
     """
 
@@ -160,7 +160,7 @@ class LeaseCalls(_Calls):
             aliases = transactions.due(request, self.excluded)
             if of_view is not None and views.is_async_view(self.function, args):
                 if aliases:
-                    # Django's own refusal, which the mark on the view has silenced.
+                    # Django's own refusal, which our mark on the view has silenced.
                     raise RuntimeError(
                         "You cannot use ATOMIC_REQUESTS with async views."
                     )
@@ -193,7 +193,7 @@ class LeaseCalls(_Calls):
         try:
             lease = await lock.aacquire(self.timeout)
         except LockTimeout as error:
-            # In a thread: a project's 423.html may ask the database who is signed in.
+            # In a thread: a project's 423.html may query the database for the user.
             locked_out = sync_to_async(self._locked_out)
             answer = await locked_out(error, args, kwargs, of_view)
             return await answer if inspect.isawaitable(answer) else answer
@@ -219,7 +219,7 @@ class LeaseCalls(_Calls):
         kwargs: Kwargs,
         of_view: HttpRequest | None,
     ) -> Any:
-        """Do what is to be done when the wait ran out."""
+        """Do what ``on_locked`` says when the wait ran out."""
         on_locked = self.lock.on_locked
         if callable(on_locked):
             return on_locked(error, *args, **kwargs)

@@ -51,9 +51,9 @@ class RequestTransactions:
         """Return the databases on which Django left the transaction to us.
 
         Args:
-            excluded: Those on which what is decorated wants none. With a decorator
-                of ours further inside, all: the innermost begins the transactions,
-                when all locks are taken.
+            excluded: Databases on which the decorated function wants none. All of them,
+                if it has another decorator of ours inside: the innermost begins the
+                transactions, when all locks are taken.
         """
         match = request.resolver_match
         mark = getattr(match and match.func, "_non_atomic_requests", None)
@@ -67,8 +67,8 @@ class RequestTransactions:
         """Begin transactions on some databases, run the view, guard, commit.
 
         They commit only while all leases are held, those on the locks' own databases
-        last. A transaction that is marked for rollback isn't guarded: if none commits,
-        a loss is told when the lock is left.
+        last. A transaction that is marked for rollback isn't guarded. If none commits,
+        a loss is raised when the lock is released.
         """
         self.leases.append(lease)
         opened, self.opened = self.opened, self.opened or bool(aliases)
@@ -85,7 +85,7 @@ class RequestTransactions:
             for one in guarded:
                 one._committed = True
         finally:
-            # The request may come again, from a middleware that tries twice.
+            # The request may come again, from a middleware that retries.
             self.opened = opened
             self.leases.remove(lease)
 

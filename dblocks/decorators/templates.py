@@ -25,11 +25,11 @@ Kwargs = dict[str, Any]
 
 
 class CallText(NamedTuple):
-    """What was made for one call.
+    """The keys and the note of one call.
 
     Attributes:
-        keys: The keys, of which one that is alone is a ``str``.
-        templates: The template that each key was made from; a callable has none.
+        keys: The keys; a single key is a ``str``.
+        templates: The template of each key; a callable has none.
     """
 
     keys: str | tuple[str, ...]
@@ -62,7 +62,7 @@ class CallTexts:
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            # What is in **kwargs counts under its own name too.
+            # A name in **kwargs counts as a field of its own too.
             values = {**bound.kwargs, **bound.arguments}
         made = [key.make(args, kwargs, values) for key in self._keys]
         keys = made[0]
@@ -78,13 +78,13 @@ class CallTexts:
 
 
 def function_note(function: Any) -> str:
-    """Return the note for the calls of a function that was given none."""
-    # method_decorator() hands over a partial of the bound method.
+    """Return the default note for the calls of a function."""
+    # method_decorator() passes a partial of the bound method.
     inner: Any = function.func if isinstance(function, partial) else function
     method = ""
     if isinstance(inner, MethodType):
         inner, method = inner.__self__, f".{inner.__name__}"
-    # The name of the function that as_view() makes tells nothing.
+    # The name of the function that as_view() makes says nothing.
     named = getattr(inner, "view_class", inner)
     if not hasattr(named, "__qualname__"):
         named = type(named)
@@ -93,10 +93,10 @@ def function_note(function: Any) -> str:
 
 
 def clean_note(note: object) -> str:
-    """Return a note that was made, so that it can be stored.
+    """Return a generated note in a form that can be stored.
 
-    It is for people and must not make the call fail: a long one is cut, and what no
-    database stores is replaced.
+    It is for people and must not make the call fail: a long note is cut, and characters
+    that no database stores are replaced.
     """
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, not {note!r}")
@@ -141,7 +141,7 @@ class _Maker(string.Formatter):
             )
 
     def make(self, args: Args, kwargs: Kwargs, values: dict[str, Any]) -> Any:
-        """Return the text of a call, whose arguments by name are ``values``."""
+        """Return the text for a call; ``values`` are its arguments by name."""
         if self.literal is not None:
             return self.literal
         if isinstance(self.text, str):
@@ -194,7 +194,7 @@ class _Key(_Maker):
 
     @staticmethod
     def accept(value: object) -> Any:
-        """Return a key, or several, that a callable has made."""
+        """Return the key or keys that a callable has made."""
         if isinstance(value, str) or not isinstance(value, Iterable):
             return validation.key(value)
         return validation.keys(value)
@@ -211,7 +211,7 @@ class _Key(_Maker):
 
 
 class _Note(_Maker):
-    """Says ``None``, whatever format the template gives it."""
+    """Writes ``None`` as it is, whatever format the template gives it."""
 
     name = "note"
     malformed = ValueError
@@ -224,7 +224,7 @@ class _Note(_Maker):
 class _Anything:
     """Has every attribute and every item, and can be formatted in every way.
 
-    A template that is filled with it shows its faults, and the names of its fields.
+    Filling a template with it shows the template's faults and the names of its fields.
     """
 
     def __getattr__(self, name: str) -> _Anything:
@@ -238,7 +238,7 @@ class _Anything:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return what a call of the function takes, below decorators that keep that."""
+    """Return the signature of a function, below decorators that keep it."""
     inner = inspect.unwrap(function, stop=_wraps_something_else)
     if isinstance(inner, partial) and not inner.args and not inner.keywords:
         return inspect.signature(inner.func)
@@ -248,9 +248,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _wraps_something_else(function: Any) -> bool:
     """Tell whether ``__wrapped__`` takes other arguments than the function does.
 
-    method_decorator() hands over the bound method in a partial that claims to wrap the
+    method_decorator() passes the bound method in a partial that claims to wrap the
     unbound one; as_view() returns a function that claims to wrap what the view's
-    ``dispatch`` does.
+    ``dispatch`` wraps.
     """
     if isinstance(function, partial):
         return True

@@ -1,4 +1,4 @@
-"""What is special about views: whose request, what 423 looks like."""
+"""Views: which request a call belongs to, and what the 423 looks like."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ STOCK_PAGE = Path(__file__).parent.parent / "templates" / "dblocks" / "423.html"
 
 
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
-    """Return the answer 423 Locked, which says when to come again and nothing else.
+    """Return the answer 423 Locked, which only says when to come again.
 
-    When that is, the holder's lease can end, or the setting ``RETRY_AFTER`` is over:
-    most holders are done long before their lease.
+    That is when the holder's lease can end, or after the setting ``RETRY_AFTER`` if
+    that is sooner: most holders are done long before their lease.
 
     The project's template ``423.html``, with ``retry_after`` (seconds) in its context;
     without one a small page for those who ask for HTML, else plain text; JSON where
@@ -42,7 +42,7 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
         seconds,
     ) % {"seconds": seconds}
     http = django_request(request)
-    # Plain text first: who takes anything is a program.
+    # Plain text first: a client that accepts anything is a program.
     kind = http.get_preferred_type(["text/plain", "text/html", "application/json"])
     response: HttpResponse
     if kind == "application/json":
@@ -70,13 +70,13 @@ def _stock_response(text: str, request: HttpRequest, *, is_page: bool) -> HttpRe
 
 @cache
 def _stock_page() -> Template:
-    """Return the page's template, whatever the project's engines can load."""
+    """Return the template of our page, whatever the project's engines can load."""
     engine = Engine(libraries={"i18n": "django.templatetags.i18n"})
     return engine.from_string(STOCK_PAGE.read_text(encoding="utf-8"))
 
 
 def request_of(args: tuple[Any, ...], has_self: bool) -> HttpRequest | None:
-    """Return the request that a call's first argument, after ``self``, is."""
+    """Return a call's first argument, after ``self``, if it is a request."""
     drf = sys.modules.get("rest_framework.request")
     kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
     for argument in args[: 2 if has_self else 1]:
@@ -98,7 +98,7 @@ def django_request(request: Any) -> HttpRequest:
 
 
 def view_note(request: HttpRequest | None) -> str:
-    """Return the note of a call as a view: the method, and the URL's pattern.
+    """Return the note of a view's call: the HTTP method, and the URL's pattern.
 
     Never the path itself, which can hold secrets. Empty where no URL led to the call.
     """
@@ -109,12 +109,12 @@ def view_note(request: HttpRequest | None) -> str:
 
 
 def is_async_view(function: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether a method of an async class-based view is called."""
+    """Tell whether the call is to a method of an async class-based view."""
     return getattr(bound_to(View, function, args), "view_is_async", False)
 
 
 def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> bool:
-    """Tell whether a call with a request is the URL's view, and not a helper's."""
+    """Tell whether a call with a request is that of the URL's view, not a helper's."""
     match = request.resolver_match
     if match is None:
         return True
@@ -131,9 +131,9 @@ def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> b
 
 
 def is_below_api_view(wrapper: Any, match: ResolverMatch | None) -> bool:
-    """Tell whether REST framework's ``api_view()`` has made a view of a function.
+    """Tell whether REST framework's ``api_view()`` has made a view from a function.
 
-    It makes a class of the function's name.
+    It makes a class with the function's name.
     """
     kind = getattr(match and match.func, "cls", None)
     names = attrgetter("__module__", "__name__")

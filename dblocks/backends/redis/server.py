@@ -144,7 +144,7 @@ class Server:
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
     def renew(self, renewals: Sequence[Renewal], count: int | str = "") -> Renewed:
-        """Extend grants; ``count`` is the new number of holds, or ``up`` for one more."""
+        """Extend grants; ``count`` is the new number of holds; ``up`` adds one."""
         renewed = Renewed()
         for batch in _batches(renewals):
             arguments: list[str | int] = [count]

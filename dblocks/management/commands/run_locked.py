@@ -41,12 +41,12 @@ else:
 T = TypeVar("T")
 
 TELLING = 2.0
-"""Seconds at most for the log and the receivers that are told of a loss."""
+"""The most seconds for the log and for the receivers of a loss."""
 
 GIVING_BACK = 0.2
-"""Seconds after a signal for which a lease that is just being granted is awaited."""
+"""Seconds to wait, after a signal, for a lease that is just being granted."""
 MAKING_TABLES = 10.0
-"""The same while tables are made, which some databases can't undo."""
+"""The same while tables are being made, which some databases can't undo."""
 
 
 class RunParser(Parser):
@@ -182,8 +182,8 @@ exit status:
         return waiting.result()
 
     def _release(self, lease: Lease | Leases, patience: float = 0.0) -> bool | None:
-        """Release what is held; return ``None`` when that could not be done in time."""
-        # Once the lease is over there is nothing left to release.
+        """Release what is held; return ``None`` if that took too long."""
+        # Once the lease is over, there is nothing left to release.
         until = now() + (patience or max(1.0, lease.remaining()))
         self.signals.take()
         releasing = in_thread(lease.release, self.signals.wake)
@@ -199,7 +199,7 @@ exit status:
         return held
 
     def _not_run(self, reason: str = "") -> int:
-        """Say so; return the exit status if a signal is the reason."""
+        """Say that it was not run; return the exit status for the signal, if any."""
         number = self.signals.ending()
         if number is not None:
             reason = f"stopped by {signal.Signals(number).name}"
@@ -207,7 +207,7 @@ exit status:
         return 128 + (number or 0)
 
     def _tell(self, text: str, *, cron: bool = True) -> None:
-        """Say something on standard error; what cron is not to mail, on a terminal."""
+        """Say something on standard error; without ``cron``, only on a terminal."""
         if self.verbosity > 0:
             # Standard error may be closed; the command matters more.
             with suppress(OSError, ValueError):
@@ -216,21 +216,21 @@ exit status:
 
 
 class CalledOff(Exception):
-    """The wait is not to go on."""
+    """The wait was called off."""
 
 
 class Seen(NamedTuple):
-    """Who had the key that was waited for, at the last look."""
+    """The key that is waited for, and who had it at the last look."""
 
     key: str
     reading: Reading
 
 
 class Waiter(InThread):
-    """Acquires a lock for the thread that makes it, in another one.
+    """Acquires a lock in another thread, for the thread that makes this object.
 
-    Python runs a signal handler between two steps of the main thread, and a database
-    that doesn't answer makes one step last for seconds.
+    Python runs signal handlers between two steps of the main thread, and a silent
+    database can make one step last for seconds.
 
     Attributes:
         result: The lease, or those of several keys, or ``None`` if one stays taken.
@@ -251,7 +251,7 @@ class Waiter(InThread):
         self.result = in_thread(self._get, wake)
 
     def _get(self) -> Lease | Leases | None:
-        """Acquire; whatever goes wrong has an exit status."""
+        """Acquire; give every failure an exit status."""
         engine = self._plan.engine
         try:
             if self._plan.migrates and engine.has_table:
@@ -260,7 +260,7 @@ class Waiter(InThread):
         except LockError as error:
             raise statuses.bad_usage(error) from error
         except Exception as error:
-            # 1 would be taken for the command's own status: this is the engine's.
+            # Not 1, which would look like the command's own status.
             raise statuses.failure(error, engine) from error
 
     def _acquire(self) -> Lease | Leases | None:
@@ -281,7 +281,7 @@ class Waiter(InThread):
         return lease
 
     def give_back(self) -> None:
-        """Give back what was taken of several keys, for a process that ends."""
+        """Release those of several keys that were taken, for a process that ends."""
         holds = [each.own_hold() for each in self._attempts]
         give_all_back([hold for hold in holds if hold is not None])
 
@@ -289,7 +289,7 @@ class Waiter(InThread):
         self._go_on()
         result = function()
         if isinstance(result, Reading):
-            # They are taken in this order.
+            # The order in which they are taken.
             missing = (each.key for each in self._attempts if each.own_hold() is None)
             self.seen = Seen(next(missing, self._attempts[-1].key), result)
             self._wake()
@@ -300,7 +300,7 @@ class Waiter(InThread):
         return waiter.wait(seconds)
 
     def _go_on(self) -> None:
-        # What comes after that gives back what was taken of several keys.
+        # What follows releases those of several keys that were taken.
         if self.called_off.is_set() and not self._gives_up:
             self._gives_up = True
             raise CalledOff
@@ -326,7 +326,7 @@ def in_thread(function: Callable[[], T], wake: Callable[[], object]) -> Future[T
 
 
 def _result(future: Future[T]) -> T | None:
-    """Return what came of a call, if it has succeeded."""
+    """Return the result of a call, if it has succeeded."""
     return future.result() if future.done() and not future.exception() else None
 
 
@@ -345,7 +345,7 @@ _TOLD = {
     "DBLOCKS_KEYS",
     "DBLOCKS_FENCING_TOKENS",
 }
-"""What a command may be told, this one by another ``run_locked`` perhaps."""
+"""The variables for a command, which may also come from an outer ``run_locked``."""
 
 
 def _environment(plan: Plan, lease: Lease | Leases) -> dict[str, str]:
