@@ -18,9 +18,9 @@ class Intervention(models.Model):
     """A forced release, or a request to the holder: of which grant, by whom and why.
 
     Written in the transaction that ends the grant or notes the request, so there is one
-    for each, and none for anything that didn't happen. The admin's ``LogEntry`` can't do
-    that: it needs a user, which commands and programs may lack and a library can't make
-    up for every project's model, and it may be in another database.
+    for each, and none for anything that didn't happen. The admin's ``LogEntry`` can't
+    do that: it needs a user, which commands and programs may lack and a library can't
+    make up for every project's model, and it may be in another database.
 
     Attributes:
         kind: What was done, see :class:`Kind`.
