@@ -9,6 +9,6 @@ at the lease's end if it is stopped.
 
 from __future__ import annotations
 
-# Where there is none, as on Windows, there are no process groups either: nothing of
-# this package can be imported.
+# A system without termios, such as Windows, has no process groups either, and can
+# import nothing of this package.
 import termios  # noqa: F401

@@ -77,9 +77,9 @@ class Group:
     """A command in its own process group.
 
     Entering the block starts the launcher; :meth:`go` starts the command. On Linux this
-    process becomes the parent of orphaned descendants for the block. Otherwise process
-    1 reaps them. In a container that may be any program, and a group with an orphan
-    that nobody reaps would never be empty. Leaving the block by an error kills what is
+    process adopts orphaned descendants during the block. Otherwise process 1 would have
+    to reap them; in a container that may be any program, and a group with an orphan
+    that nobody reaps never becomes empty. Leaving the block by an error kills what is
     left of the group.
 
     Attributes:
@@ -127,7 +127,7 @@ class Group:
             self._channel.send(launcher.GO)
 
     def reap(self) -> int | None:
-        """Reap what has ended; return the signal that stopped the command, if any."""
+        """Reap ended processes; return the signal that stopped the command, if any."""
         stopped = None
         while True:
             try:

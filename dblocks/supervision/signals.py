@@ -62,7 +62,7 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._read)
-        # Another thread may call wake() yet.
+        # Another thread may still call wake().
         with self._waking:
             write, self._write = self._write, -1
             os.close(write)

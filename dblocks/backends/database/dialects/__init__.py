@@ -1,6 +1,6 @@
-"""All that differs between databases: clocks, statements' shapes, errors, limits.
+"""All that differs between databases: clocks, shapes of statements, errors, limits.
 
-One :class:`Dialect` for each kind of database. Nothing else in dblocks asks a
+There is one :class:`Dialect` for each kind of database. Nothing else in dblocks asks a
 connection for its vendor.
 """
 
@@ -25,7 +25,7 @@ _LOOKALIKES = {
     "TiDB": "TiDB",
     "Vitess": "Vitess",
 }
-"""What the versions of servers have in them that speak like one that they aren't."""
+"""Parts of the version by which servers that imitate another one are known."""
 
 _servers: dict[tuple[str, str, str], Dialect] = {}
 
@@ -39,7 +39,7 @@ def of(connection: Connection) -> Dialect:
     known: Dialect | None = connection.__dict__.get("_dblocks_dialect")
     if known is None:
         known = _find(connection)
-        # Unless it is connected, nothing is known of its server yet.
+        # Before it is connected, nothing is known about its server.
         if connection.connection is not None:
             connection.__dict__["_dblocks_dialect"] = known
     return known
@@ -71,7 +71,7 @@ def _server(connection: Connection) -> tuple[str, str, str]:
 
 
 def _postgresql_version(connection: Any) -> str:
-    """Return what the server said of itself when it was connected to."""
+    """Return what the server said about itself when the connection was made."""
     if connection.connection is None:
         return ""
     status = connection.connection.info.parameter_status

@@ -25,10 +25,10 @@ PLAN_GONE = frozenset({"26000", "0A000"})
 
 
 class _PreparingCursor(Cursor):
-    """psycopg's cursor, whose statements the server parses and plans only once.
+    """psycopg's cursor, for statements that the server parses and plans only once.
 
     Django switches that off for the whole connection, because a pooler may give the
-    next transaction another session, and has a cursor that binds values on the client.
+    next transaction another session, and its own cursor binds values on the client.
     """
 
     def execute(self, sql: Any, params: Any = None) -> Any:  # type: ignore[override]
@@ -46,9 +46,9 @@ class _PreparingCursor(Cursor):
 
 
 def _own_session(connection: Any) -> int:
-    """Return which session the driver is connected to, for all that it was told.
+    """Return the session to which the driver believes that it is connected.
 
-    A pooler tells it a number of its own.
+    A pooler gives it a number of its own.
     """
     session: int = connection.connection.info.backend_pid
     return session
@@ -63,17 +63,17 @@ class PostgreSQL(Dialect):
     short_waits = {"connect_timeout": 5, "tcp_user_timeout": 5000}
     network_timeouts = ("connect_timeout", "tcp_user_timeout")
     exact_collation = "C"
-    # Not the transaction's clock: a lease that is taken two seconds into one would be
-    # two seconds short. All uses within one statement agree.
+    # Not the transaction's clock: a lease taken two seconds into a transaction would be
+    # two seconds short. Within one statement all uses agree.
     now = "STATEMENT_TIMESTAMP()"
-    # Conflicts only with an update of the columns of a unique index, of which the
-    # version is one here: take-overs wait and renewals don't.
+    # Conflicts only with an update of the columns of a unique index. The version is in
+    # one here: take-overs wait and renewals don't.
     strength = "FOR KEY SHARE"
 
     after = "({} + MAKE_INTERVAL(secs => {}))".format
     seconds_until = f"EXTRACT(EPOCH FROM {{}} - {now})::double precision".format
-    # A timestamptz arrives in the session's zone, ambiguous in the hour that daylight
-    # saving repeats.
+    # A timestamptz arrives in the session's time zone, and is ambiguous in the hour that
+    # daylight saving repeats.
     utc = "({} AT TIME ZONE 'UTC')".format
     # With server-side binding a number's type must be known.
     integer = "%({})s::bigint".format
@@ -86,8 +86,8 @@ class PostgreSQL(Dialect):
         f'ORDER BY CASE "key" WHEN %(first)s THEN 0 ELSE 1 END '
         f"LIMIT 1 FOR UPDATE SKIP LOCKED)"
     ).format
-    # The session lock is taken for the moment of the statement, whose commit frees it.
-    # It must not be tried for a key that isn't free: hence the CASE.
+    # The session lock is taken only for the statement, whose commit frees it. It must
+    # not be tried for a key that isn't free: hence the CASE.
     yields = (
         "CASE WHEN {} THEN {} OR PG_TRY_ADVISORY_XACT_LOCK({}::bigint) ELSE FALSE END"
     ).format
@@ -117,15 +117,15 @@ class PostgreSQL(Dialect):
         raw: Any = connection.connection
         if not hasattr(raw, "prepare_threshold"):
             return
-        # Behind a pooler the driver has been told of another session than the one
-        # that the statement ran in, and the next may run in a third.
+        # Behind a pooler, the statement ran in another session than the one that the
+        # driver knows, and the next statement may run in a third.
         direct = session == _own_session(connection)
         raw._dblocks_grants = getattr(raw, "_dblocks_grants", 0) + 1 if direct else 0
 
     def cursor(self, connection: Any) -> Any:
         connection.close_if_health_check_failed()
         known = getattr(connection.connection, "_dblocks_grants", 0) >= PREPARE_AFTER
-        # Django logs statements with their values, of which a prepared one has none.
+        # Django logs statements with their values, which a prepared one doesn't have.
         if not known or connection.queries_logged:
             return connection.cursor()
         return connection._prepare_cursor(_PreparingCursor(connection.connection))
@@ -143,7 +143,7 @@ class PostgreSQL(Dialect):
         state = self.code(error)
         if state is not None:
             return state in self._LOST or state.startswith("08")
-        # What libpq itself reports, about the connection, has no state.
+        # libpq's own errors, about the connection, have no state.
         return isinstance(error, (OperationalError, InterfaceError))
 
     _LEVELS: dict[Any, str] = {3: "repeatable read", 4: "serializable"}
@@ -161,8 +161,8 @@ class PostgreSQL(Dialect):
         self, connection: Connection, limit: float | None
     ) -> Iterator[str | None]:
         milliseconds = 0 if limit is None else max(1, round(limit * 1000))
-        # The savepoint keeps the transaction usable after a wait that ran out, and
-        # going back to it undoes the setting.
+        # The savepoint keeps the transaction usable after a wait that ran out; rolling
+        # back to it undoes the setting.
         with transaction.atomic(using=connection.alias):
             before, isolation, _ = ask(
                 connection,
@@ -184,7 +184,7 @@ class PostgreSQL(Dialect):
     def ask_session(
         self, connection: Connection, sql: str, params: Sequence[str | int] = ()
     ) -> Any:
-        # A pooler may give any transaction another session, which is somebody else's.
+        # A pooler may run any transaction in a session that is somebody else's.
         own = f"{sql} WHERE PG_BACKEND_PID() = %s"
         row = ask(connection, own, [*params, _own_session(connection)])
         if row is None:
@@ -196,7 +196,7 @@ class PostgreSQL(Dialect):
     ) -> bool:
         limit = f"{max(1, math.ceil(seconds * 1000))}ms"
         try:
-            # The timeout ends with the statement, whatever becomes of it.
+            # The timeout ends with the statement in any case.
             self.ask_session(
                 connection,
                 "SELECT CASE WHEN SET_CONFIG('lock_timeout', %s, true) <> '' "

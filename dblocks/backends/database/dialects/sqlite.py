@@ -15,7 +15,7 @@ from ...messages import warning
 from .base import Dialect
 
 STARVED = 0.9
-"""Seconds for which dblocks makes way for others' reading, in a rollback journal."""
+"""Seconds for which dblocks gives way to readers, with a rollback journal."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
     """Bound how long SQLite waits for its locks, in seconds."""
     if connection.connection is None:
         connection.ensure_connection()
-    # Not through Django's cursor: these are calls to the library and reach no file.
+    # Not through Django's cursor: this calls only the library and touches no file.
     raw: Any = connection.connection
     ask = raw.cursor().execute
     before = ask("PRAGMA busy_timeout").fetchone()[0]
@@ -31,13 +31,13 @@ def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # A connection that was opened anew meanwhile has its own.
+        # If it was reopened meanwhile, the new connection has a timeout of its own.
         if connection.connection is raw:
             ask(f"PRAGMA busy_timeout = {before}").fetchone()
 
 
 def _has_wal(connection: Any) -> bool:
-    """Tell whether readers and the writer leave each other alone."""
+    """Tell whether readers and the writer don't block each other."""
     raw = connection.connection
     known: tuple[object, bool] | None = connection.__dict__.get("_dblocks_wal")
     if known is None or known[0] is not raw:
@@ -45,7 +45,7 @@ def _has_wal(connection: Any) -> bool:
             with busy_timeout(connection, 0.0):
                 mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
         except connection.Database.OperationalError:
-            # Somebody keeps the readers out.
+            # Somebody is keeping readers out.
             return False
         known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
@@ -58,10 +58,10 @@ class SQLite(Dialect):
     has_row_locks = False
     has_session_locks = False
     fills_by_name = True
-    # A try, which is to be answered within a second, waits for another writer too.
+    # A try must be answered within a second, and waits for other writers too.
     patience = 0.5
     short_waits = {"timeout": 0}
-    # It has no queue in which the other writers would get ahead of pruning.
+    # SQLite has no queue in which other writers could get ahead of pruning.
     prune_rests = 5
     _format = "'%%Y-%%m-%%d %%H:%%M:%%f000'"
     now = f"STRFTIME({_format}, 'NOW')"
@@ -94,15 +94,15 @@ class SQLite(Dialect):
         if connection.connection is None:
             connection.ensure_connection()
         if not _has_wal(connection):
-            # A statement that waits until others have read, in order to commit, keeps
-            # them from writing: SQLite refuses that at once, and they fail. But where
-            # one reader follows the other, only such a wait ever comes to its end.
+            # A statement that waits for readers, in order to commit, keeps them from
+            # writing: SQLite refuses their writes at once, and they fail. But if one
+            # reader follows another, only such a wait ever succeeds.
             return busy_timeout(connection, 0.0 if waited < STARVED else 0.1)
         return nullcontext() if patience is None else busy_timeout(connection, patience)
 
     def pause(self, attempt: int) -> float:
-        # Its own wait looks ever more seldom, ten times a second in the end, and never
-        # finds the gap between two writers at work.
+        # SQLite itself looks ever less often, in the end ten times a second, and never
+        # finds the gap between two busy writers.
         return random.uniform(0.001, 0.005) * min(attempt, 4)
 
     def is_transient(self, error: BaseException) -> bool:
