@@ -72,7 +72,7 @@ class PostgreSQL(Dialect):
 
     after = "({} + MAKE_INTERVAL(secs => {}))".format
     seconds_until = f"EXTRACT(EPOCH FROM {{}} - {now})::double precision".format
-    # A timestamptz arrives in the session's time zone, and is ambiguous in the hour that
+    # A timestamptz arrives in the session's time zone, ambiguous in the hour that
     # daylight saving repeats.
     utc = "({} AT TIME ZONE 'UTC')".format
     # With server-side binding a number's type must be known.
