@@ -99,6 +99,7 @@ ONCE = {
     "locmem": "sqlite",  # another engine
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
     "queues": "sqlite",  # libraries for tasks, in a project of their own
+    "package": "sqlite",  # what people install
     "redis": "redis",  # another engine, on servers of its own
     "redlock": "redis",  # the same
     "sentinel": "redis",  # the same
@@ -147,6 +148,7 @@ SECONDS = {
     "permits": 10,
     "queues": 25,
     "processes": 20,
+    "package": 15,
     "several_keys": 10,
     "transactions": 20,
     "leaks": 15,
