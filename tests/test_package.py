@@ -226,3 +226,26 @@ def test_changelog_has_the_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     version = re.escape(dblocks.__version__)
     assert re.search(rf"^(## |To be ){version}\b", changelog, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("lock", "groups"),
+    [
+        pytest.param("django52", ["dev"], id="django52"),
+        pytest.param("django60", ["dev"], id="django60"),
+        pytest.param("django61", ["dev"], id="django61"),
+        pytest.param("lint", ["dev", "docs", "lint"], id="lint"),
+    ],
+)
+def test_locks(lock: str, groups: list[str]) -> None:
+    """What a group asks for is pinned: ``tox run -e lock`` has been run."""
+    pinned = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for group in groups:
+        listed = pyproject.partition(f"\n{group} = [")[2].partition("\n]")[0]
+        names = re.findall(r'^    "([\w-]+)', listed, re.MULTILINE)
+        assert names
+        for name in names:
+            assert re.search(rf"^{name.lower()}==\S+ ", pinned, re.MULTILINE), name
+    # Whoever installs it decides from where.
+    assert "://" not in pinned
