@@ -1,4 +1,4 @@
-"""A real browser: Debian's Chromium, driven in a thread of its own.
+"""A real browser: Chromium or Chrome, driven in a thread of its own.
 
 Playwright's synchronous interface runs an event loop in its thread, where Django
 refuses to touch the database.
@@ -12,7 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-EXECUTABLE = shutil.which("chromium") or "/usr/bin/chromium"
+#: The system's; without one, Playwright runs its own.
+EXECUTABLE = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    None,
+)
 
 # A closed network is tried again and again by what runs in the background.
 ARGUMENTS = [
