@@ -100,6 +100,7 @@ ONCE = {
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
     "queues": "sqlite",  # libraries for tasks, in a project of their own
     "package": "sqlite",  # what people install
+    "public_interface": "sqlite",  # names and signatures
     "redis": "redis",  # another engine, on servers of its own
     "redlock": "redis",  # the same
     "sentinel": "redis",  # the same
