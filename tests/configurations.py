@@ -100,6 +100,7 @@ ONCE = {
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
     "queues": "sqlite",  # libraries for tasks, in a project of their own
     "package": "sqlite",  # what people install
+    "portability": "sqlite",  # a database of its own
     "public_interface": "sqlite",  # names and signatures
     "redis": "redis",  # another engine, on servers of its own
     "redlock": "redis",  # the same
