@@ -15,7 +15,7 @@ from .selection import ORDERS
 WATCH_EVERY = 2.0
 JSON = {
     **FLAG,
-    "help": "Write JSON, of fields that stay as they are. Default: for people.",
+    "help": "Write JSON, whose fields stay as they are. Default: a text for people.",
 }
 PERMIT: dict[str, Any] = {"type": int, "metavar": "N"}
 PATTERN: dict[str, Any] = {
@@ -103,7 +103,7 @@ def add_release_arguments(verb: CommandParser) -> None:
     add(
         "--yes",
         **FLAG,
-        help="Don't ask. Default: ask; for more than KEY, for their number.",
+        help="Don't ask for confirmation. Default: ask; without KEY, for the number.",
     )
 
 
@@ -115,7 +115,7 @@ def add_prune_arguments(verb: CommandParser) -> None:
         required=True,
         help="Only keys that have been free or expired for longer. Required.",
     )
-    add("--dry-run", **FLAG, help="Count and delete none. Default: delete.")
+    add("--dry-run", **FLAG, help="Count, but delete nothing. Default: delete.")
 
 
 def add_common_arguments(verb: CommandParser) -> None:
@@ -135,8 +135,8 @@ def add_common_arguments(verb: CommandParser) -> None:
         type=int,
         choices=[0, 1, 2, 3],
         default=unset,
-        help="0: nothing but JSON, errors and the question before a release; 1: the "
-        "default; 2 and 3: more.",
+        help="0: only JSON, errors and the question before a release; 1: the default; "
+        "2 and 3: more.",
     )
     for name in ("--settings", "--pythonpath"):
         verb.add_argument(name, default=unset, help=unset)

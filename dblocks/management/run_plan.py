@@ -39,7 +39,7 @@ def add_lock_arguments(parser: CommandParser) -> None:
         "--permits",
         type=int,
         metavar="N",
-        help="Let N at a time have the lock, 1 to 1000; for one KEY. Default: 1.",
+        help="Let N have the lock at a time, 1 to 1000; for one KEY. Default: 1.",
     )
     waiting = parser.add_mutually_exclusive_group()
     waiting.add_argument(
@@ -61,7 +61,7 @@ def add_lock_arguments(parser: CommandParser) -> None:
     add(
         "--note",
         metavar="TEXT",
-        help="What others see at the lock. Default: the program's name.",
+        help="What others see next to the lock. Default: the program's name.",
     )
     add("--backend", **BACKEND, default=DEFAULT_ALIAS)
 
@@ -71,7 +71,7 @@ def add_command_arguments(parser: CommandParser) -> None:
     add(
         "--skip-if-locked",
         **FLAG,
-        help="When it is taken, exit with 0, and in silence unless standard error is a "
+        help="If the lock is taken, exit with 0, silently unless standard error is a "
         "terminal. Default: say who has it.",
     )
     add(

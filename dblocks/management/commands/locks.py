@@ -271,7 +271,7 @@ exit status:
             else:
                 self._release_all(selection, yes, how)
         elif pattern is not None or holder is not None:
-            raise bad_usage("KEY goes without --key and --holder")
+            raise bad_usage("write KEY without --key and --holder")
         else:
             lock = self._taken(key, permit)
             if fencing_token is not None:
@@ -397,7 +397,7 @@ exit status:
             answer = ""
             self.stderr.write("")
         if answer.strip().lower() not in agreed:
-            self.fail("not confirmed, nothing was released; --yes doesn't ask")
+            self.fail("not confirmed: nothing was released; --yes skips the question")
 
     def prune(self, *, older_than: float, dry_run: bool, **options: Any) -> None:
         """Delete the rows of keys that have been free or expired for long.
