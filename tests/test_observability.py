@@ -31,8 +31,8 @@ from dblocks import (
 )
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
-from tests.support.documents import DOCS, files
 from tests.support.fixtures import OtherThread, in_memory
+from tests.support.pages import DOCS, files
 from tests.support.processes import ROOT
 from tests.support.timing import SLACK, eventually
 

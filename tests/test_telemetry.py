@@ -36,8 +36,8 @@ from dblocks import (
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from tests.support.documents import DOCS, files
 from tests.support.fixtures import OtherThread
+from tests.support.pages import DOCS, files
 from tests.support.processes import ROOT
 from tests.support.reentrant import AtLine
 from tests.support.timing import SLACK, eventually, scaled

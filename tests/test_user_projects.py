@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from tests.support.documents import files
 from tests.support.fixtures import in_memory
+from tests.support.pages import files
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 90

@@ -31,12 +31,20 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
-FILE = re.compile(r"# \S+\.py$", re.MULTILINE)
+FILE = re.compile(r"# (\S+\.py)$", re.MULTILINE)
 
 
 def name(page: Path) -> str:
     """Return what a page is called in a test's id."""
     return page.relative_to(ROOT).as_posix()
+
+
+def files(page: str) -> dict[str, str]:
+    """Return the examples that are files of a project, by the names in their titles."""
+    document = Document.parse(str(DOCS / page), PythonCodeBlockParser())
+    examples = [str(example.parsed) for example in document.examples()]
+    found = [(FILE.match(example), example) for example in examples]
+    return {title[1]: example for title, example in found if title is not None}
 
 
 class Examples:
