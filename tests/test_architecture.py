@@ -1,4 +1,4 @@
-"""Properties of the source itself: who writes the table, who asks for the database."""
+"""Properties of the source itself: who writes the table, who imports whom, its size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dblocks
 
+TESTS = Path(__file__).parent
 PACKAGE = Path(dblocks.__file__).parent
 DATABASE = PACKAGE / "backends" / "database"
 
@@ -92,3 +93,15 @@ def test_no_circle_of_imports() -> None:
     assert len(graph["dblocks.locks"]) > 5
     # Raises CycleError, which names the modules.
     TopologicalSorter(graph).prepare()
+
+
+def test_index_of_the_tests() -> None:
+    """``tests/README.md`` says of each module what its docstring says first."""
+    said = {}
+    for module in [*TESTS.rglob("test_*.py"), *TESTS.glob("support/[!_]*.py")]:
+        docstring = ast.get_docstring(ast.parse(module.read_text())) or ""
+        name = module.relative_to(TESTS).as_posix()
+        said[name] = docstring.partition("\n")[0].replace("``", "`")
+    index = re.findall(r"^- `(.+?)`: (.+)$", (TESTS / "README.md").read_text(), re.M)
+    assert len(index) == len(dict(index))
+    assert dict(index) == said

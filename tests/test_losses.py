@@ -1,4 +1,4 @@
-"""Losses and renewals whatever logging does, and leases that nobody can release."""
+"""Losses and renewals while log handlers fail; leases that nobody can release."""
 
 from __future__ import annotations
 

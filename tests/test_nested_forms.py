@@ -1,4 +1,4 @@
-"""Both forms of lock on one key by one owner: an error at once, and only then."""
+"""``distributed_lock`` and ``transaction_lock`` on one key by one owner: an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks used in the middle of locks: by handlers of signals, by the collector."""
+"""Locks used in the middle of dblocks: by signal handlers, by the garbage collector."""
 
 from __future__ import annotations
 
