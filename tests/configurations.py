@@ -108,6 +108,7 @@ ONCE = {
     "settings": "sqlite",  # how a setting is read
     "signals": "sqlite",  # what is sent to whom
     "tutorial": "sqlite",  # the page's own project, on SQLite
+    "supervision": "sqlite",  # processes and terminals
     "zookeeper": "zookeeper",  # an engine's own ways
 }
 """The modules for which no database matters, and the configuration that has them."""

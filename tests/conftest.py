@@ -10,7 +10,11 @@ import hypothesis
 import pytest
 from django.conf import settings
 
-pytest_plugins = ["tests.support.fixtures", "tests.support.web"]
+pytest_plugins = [
+    "tests.support.fixtures",
+    "tests.support.commands",
+    "tests.support.web",
+]
 
 # The machine may be busy with another database's tests.
 hypothesis.settings.register_profile("dblocks", deadline=None)

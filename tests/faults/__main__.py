@@ -77,7 +77,7 @@ FAULTS = {
         f"{NETWORK}test_lost_reply_to_an_acquire",
         f"{NETWORK}test_lost_reply_to_a_release",
     ],
-    "F21": ["tests/test_run_locked.py"],
+    "F21": ["tests/test_run_locked.py", "tests/test_supervision.py"],
     "I2": [f"{CONTENTION}test_tokens_under_force_release"],
     "I3": [f"{CONTENTION}test_tokens_that_are_not_current"],
     "I4": [f"{PROCESSES}test_stopped_holders_are_refused"],

@@ -14,12 +14,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from django.db import connections
 
+from dblocks.management.commands.run_locked import Command
+from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT
 from tests.support.timing import DEADLINE, eventually
 
 MANAGE = [sys.executable, "-m", "tests.support.manage"]
+
+SLEEP = "echo $$ >> {file}; exec sleep 60"
+#: Ignores SIGTERM, in the shell and in what it starts.
+STUBBORN = "trap '' TERM; echo $$ >> {file}; while :; do sleep 0.1; done"
 
 
 def environment(**changes: Any) -> dict[str, str]:
@@ -178,3 +185,59 @@ def relay() -> Iterator[Relay]:
         yield made
     finally:
         made.cut()
+
+
+def run(*arguments: str) -> int:
+    """Run ``run_locked`` in this process, as from the command line."""
+    command = Command()
+    try:
+        command.run_from_argv(["manage.py", "run_locked", *arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def shell(script: str, file: Path) -> list[str]:
+    return ["--", "sh", "-c", script.format(file=file)]
+
+
+def stubborn_family(file: Path) -> list[str]:
+    """A command that ignores SIGTERM, with a child that does too."""
+    inner = STUBBORN.format(file=file)
+    return ["--", "sh", "-c", f"({inner}) & trap '' TERM; {inner}"]
+
+
+def family(commands: Commands, file: Path) -> list[int]:
+    """Wait until something of the family is up; return all of its group."""
+    [pid, *_] = commands.pids(file)
+    group = os.getpgid(pid)
+    pids = [
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and _group_of(int(path.name)) == group
+    ]
+    assert len(pids) >= 2
+    commands.pids(file)
+    return pids
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+@pytest.fixture
+def shared(committed: None) -> None:
+    """Apply the test only where other processes and threads see the database."""
+    if in_memory():
+        pytest.skip("a database in memory belongs to one process")
+
+
+@pytest.fixture
+def commands(shared: None, tmp_path: Path) -> Iterator[Commands]:
+    """Start management commands that are killed when the test ends."""
+    commands = Commands(tmp_path)
+    yield commands
+    commands.close()
