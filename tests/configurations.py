@@ -11,7 +11,9 @@ from tests.support import services
 
 TESTS = Path(__file__).resolve().parent
 TOPOLOGIES = TESTS / "topologies"
-MODULES = sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
+MODULES = tuple(
+    sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py"))
+)
 
 CORE = {
     "atomic_requests",
@@ -21,17 +23,13 @@ CORE = {
     "failures",
     "fencing",
     "for_update",
-    "input",
-    "lease",
     "lock",
     "lost_replies",
     "manager",
     "nested_forms",
-    "ownership",
     "permits",
     "processes",
     "pruned_rows",
-    "releases_in_threads",
     "several_keys",
     "shop",
     "sqlite",
@@ -45,13 +43,9 @@ CORE = {
 
 BRIEF = CORE - {
     "explicit_owners",
-    "input",
-    "lease",
     "lock",
-    "ownership",
     "permits",
     "processes",
-    "releases_in_threads",
     "several_keys",
     "shop",
     "state_machine",
@@ -60,6 +54,13 @@ BRIEF = CORE - {
 
 The others are about time, threads and processes. An old Python has them on SQLite.
 """
+
+WRITING = BRIEF - {"clock", "fencing", "manager"} | {
+    "processes",
+    "several_keys",
+    "shop",
+}
+"""The modules in which one of SQLite's two settings may tell without the other."""
 
 CONTRACT = {
     "async",
@@ -93,6 +94,7 @@ CONTRACT = {
 ONCE = {
     "admin_browser": "mariadb",  # a browser and our pages; drawn from few rows
     "architecture": "sqlite",  # the text of the source
+    "benchmarks": "sqlite",  # made-up figures
     "interrupts": "sqlite",  # what a process notes of its own leases
     "keys": "sqlite",  # texts
     "locale": "sqlite",  # the catalogues
@@ -100,7 +102,7 @@ ONCE = {
     "losses": "sqlite",  # threads and log handlers; statements fail without a server
     "queues": "sqlite",  # libraries for tasks, in a project of their own
     "package": "sqlite",  # what people install
-    "portability": "sqlite",  # a database of its own
+    "portability": "sqlite",  # a process without much of the system
     "public_interface": "sqlite",  # names and signatures
     "redis": "redis",  # another engine, on servers of its own
     "redlock": "redis",  # the same
@@ -115,8 +117,13 @@ ONCE = {
 
 OF_DIALECTS = {
     "admin",  # what its pages ask for, one after another
+    "decorator",  # functions and their arguments
+    "demo",  # of what is recommended
+    "observability",  # what is logged and counted
     "reentrant_code",  # every line of the package, under signals
+    "telemetry",  # what is reported
     "user_projects",  # other projects' runners, with settings of their own
+    "views",  # requests and responses
 }
 """The modules for which SQLite's settings don't matter: the configuration "sqlite" has
 them, and "sqlite-default" has all others."""
@@ -182,8 +189,8 @@ class Configuration:
     engine: str | None = None
     #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
     sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
-    #: Run the core of the tests alone, unless told what to run.
-    core: bool = False
+    #: Run these modules of the tests alone, unless told what to run.
+    only: Collection[str] = MODULES
     #: Run the quick part of the fault tests, and nothing else.
     faults: bool = False
     #: Run these modules of the tests of topologies, and nothing else.
@@ -234,7 +241,7 @@ class Configuration:
             name
             for name in MODULES
             if ONCE.get(name, self.name) == self.name
-            and (name in CORE or not self.core)
+            and name in self.only
             and (name in BRIEF or not brief)
             and (name not in LONG or not short)
             and (name not in OF_DIALECTS or self.name != "sqlite-default")
@@ -247,12 +254,12 @@ CONFIGURATIONS = {
         Configuration("mariadb", "mariadb"),
         Configuration("postgres", "postgres"),
         Configuration("sqlite"),
-        Configuration("mariadb-rr", "mariadb", "repeatable read", core=True),
-        Configuration("postgres-rr", "postgres", "repeatable read", core=True),
+        Configuration("mariadb-rr", "mariadb", "repeatable read", only=CORE),
+        Configuration("postgres-rr", "postgres", "repeatable read", only=CORE),
         Configuration("sqlite-default", sqlite=()),
-        Configuration("sqlite-wal", sqlite=("WAL",), core=True),
-        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), core=True),
-        Configuration("sqlite-memory", core=True),
+        Configuration("sqlite-wal", sqlite=("WAL",), only=WRITING),
+        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), only=WRITING),
+        Configuration("sqlite-memory", only=CORE),
         Configuration("redis", engine="redis"),
         Configuration("redlock", engine="redlock"),
         Configuration("zookeeper", engine="zookeeper"),
