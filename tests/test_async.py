@@ -443,3 +443,16 @@ def test_clients_that_hang_up(
     eventually(obtainable, within=DEADLINE, what="the key")
     assert ask(port, f"block/{key}") == ["200"]
     assert asgi.room.most == 1
+
+
+def test_atomic_lease_in_an_async_block(lock: Locks) -> None:
+    """A lease whose block would be a transaction can't be entered by async with."""
+    lease = lock(atomic=True).acquire(timeout=0)
+
+    async def main() -> None:
+        async with lease:
+            pytest.fail("entered")
+
+    with pytest.raises(TypeError, match="atomic=True can't be used with async with"):
+        run(main())
+    assert lease.release() is True

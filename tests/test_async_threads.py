@@ -7,11 +7,12 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.db import OperationalError
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock
@@ -253,3 +254,65 @@ def test_grant_that_nobody_receives_is_undone(
         del task
         gc.collect()
     eventually(obtainable, within=2 * SLACK, what="the key")
+
+
+# What fails in the thread
+
+
+def out_of_reach(*arguments: Any, **options: Any) -> Any:
+    raise OperationalError("out of reach")
+
+
+@pytest.mark.database_backend
+def test_error_is_raised_in_the_task(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the database says to a task's request is raised where the task awaits it."""
+    monkeypatch.setattr(backends[lock().backend], "try_acquire", out_of_reach)
+    with pytest.raises(OperationalError, match="out of reach"):
+        run(lock().aacquire(timeout=0))
+
+
+@pytest.mark.database_backend
+def test_error_that_nobody_receives_is_logged(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that comes after the task was cancelled is told to the log."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        asked.set()
+        go_on.wait(DEADLINE)
+        raise OperationalError("out of reach")
+
+    monkeypatch.setattr(backends[lock().backend], "try_acquire", slow)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(lock().aacquire(timeout=0))
+        await reached(asked)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    run(main())
+    said = "failed when nobody waited any more error=out of reach"
+    eventually(lambda: said in caplog.messages, what="the line in the log")
+
+
+@pytest.mark.database_backend
+def test_release_that_fails_at_the_end_of_the_block(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Leaving an async block out of the database's reach leaves the lock to lapse."""
+    backend = backends[lock().backend]
+
+    async def main() -> Lease:
+        async with lock() as lease:
+            monkeypatch.setattr(backend, "release", out_of_reach)
+            monkeypatch.setattr(backend, "release_all", out_of_reach)
+        return lease
+
+    lease = run(main())
+    assert not lease.held
+    assert any("left to lapse" in line for line in caplog.messages)

@@ -477,3 +477,25 @@ def test_many_keys_in_one_thread(lock: Locks, key: str) -> None:
         assert lock(f"{key}:{number}").locked() is True
         assert leases[number].release() is True
         assert lock(f"{key}:{number}").locked() is False
+
+
+def test_representation(lock: Locks, key: str, backend: str) -> None:
+    """A lock's representation names its keys, its permits and its engine."""
+    assert repr(lock()) == f"<Lock {key!r} backend={backend!r}>"
+    assert repr(lock(permits=3)) == f"<Lock {key!r} permits=3 backend={backend!r}>"
+
+
+def test_left_where_it_was_not_entered(lock: Locks, acquire: Leases) -> None:
+    """A block that was never entered can't be left, and nobody's lease ends by it."""
+    lease = acquire()
+    with pytest.raises(RuntimeError, match="is left where it was not entered"):
+        lock().__exit__(None, None, None)
+    assert lease.held
+
+
+def test_released_lease_proves_nothing(acquire: Leases) -> None:
+    """Asked for its proof after its release, a lease says that it was released."""
+    lease = acquire()
+    lease.release()
+    with pytest.raises(LeaseLost, match="was released: it proves nothing now"):
+        lease.check()

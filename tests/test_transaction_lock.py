@@ -638,3 +638,11 @@ def test_in_a_test_case(key: str) -> None:
     with hold_elsewhere(key), pytest.raises(LockTimeout):
         in_block(key, nowait=True)
     assert distributed_lock(key).acquire(timeout=0).release()
+
+
+def test_representation(key: str) -> None:
+    """A lock's representation names its keys; it has a key of its own if it is one."""
+    one, two = transaction_lock(key), transaction_lock(key, f"{key}:2")
+    assert (one.key, two.key) == (key, None)
+    assert repr(one) == f"<TransactionLock {key!r} backend='default'>"
+    assert repr(two) == f"<TransactionLock {key!r}, '{key}:2' backend='default'>"
