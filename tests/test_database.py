@@ -10,18 +10,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import connection
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import LockFactory, let_expire, now, stored
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, eventually, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
+
+PATH = "dblocks.backends.database.DatabaseBackend"
 
 locks = DistributedLock.objects
 Leases = Callable[..., Lease]
@@ -326,3 +330,25 @@ def test_after_a_flush(key: str, obtainable: Obtainable) -> None:
         assert not obtainable()
     assert obtainable()
     locks.prune(older_than=0)
+
+
+# Settings and schema
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
+def test_session_locks_that_are_no_boolean(settings: Any, wrong: object) -> None:
+    """The option takes True or False; the error names the alias and the value."""
+    entry = {"BACKEND": PATH, "OPTIONS": {"session_locks": wrong}}
+    settings.DBLOCKS = {"default": entry}
+    with pytest.raises(ImproperlyConfigured, match="session_locks must be True or"):
+        backends["default"]
+
+
+def test_constraint_of_the_guard_is_postgresqls() -> None:
+    """An existing table gets the guard's index, or loses it, on PostgreSQL alone."""
+    [constraint] = DistributedLock._meta.constraints
+    with connection.schema_editor(collect_sql=True) as editor:
+        made = constraint.create_sql(DistributedLock, editor)
+        dropped = constraint.remove_sql(DistributedLock, editor)
+    wanted = connection.vendor == "postgresql"
+    assert (made is not None, dropped is not None) == (wanted, wanted)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, OperationalError, connection, connections
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 
-from dblocks import Lease, Lock, distributed_lock
+from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
-from tests.support.timing import SLACK, always, takes
+from tests.support.timing import DEADLINE, SLACK, always, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -404,3 +412,86 @@ def test_lost_reply(server: str, key: str, other: OtherThread) -> None:
     assert stored(key).hold_count == 1
     assert lease.release() is True
     assert not distributed_lock(key).locked()
+
+
+# Several at once
+
+
+def test_entering_again_that_fails(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """An inner acquisition that fails isn't counted: the outer one frees the key."""
+    lease = lock().acquire(timeout=0)
+
+    def fail(*arguments: Any) -> Any:
+        raise OperationalError("out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends[lease.backend], "reenter", fail)
+        with pytest.raises(OperationalError, match="out of reach"):
+            lock().acquire(timeout=0)
+    assert lease.release() is True
+    assert stored(key).hold_count == 0
+
+
+def test_set_that_cant_be_released(
+    key: str, monkeypatch: pytest.MonkeyPatch, other: OtherThread
+) -> None:
+    """The error is raised, and another attempt to release is made when asked for."""
+    keys = [f"{key}:{number}" for number in range(2)]
+    leases = distributed_lock(*keys).acquire(timeout=0)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OperationalError("out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends["default"], "release_all", fail)
+        with pytest.raises(OperationalError, match="out of reach"):
+            leases.release()
+    assert not leases.held
+    assert other.do(distributed_lock(*keys).try_acquire) is None
+
+
+def test_part_of_a_set_that_cant_be_given_back(
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    acquire: Leases,
+    other: OtherThread,
+) -> None:
+    """Who waits in vain for the rest of a set is told so, and what it had lapses."""
+    other.do(acquire, f"{key}:b")
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OperationalError("out of reach")
+
+    monkeypatch.setattr(backends["default"], "undo_all", fail)
+    with pytest.raises(LockTimeout) as caught:
+        distributed_lock(f"{key}:a", f"{key}:b").acquire(timeout=0.3)
+    monkeypatch.undo()
+    assert caught.value.key == f"{key}:b"
+
+
+def test_renewal_of_a_pinned_row(
+    acquire: Leases, key: str, two_writers: None, other: OtherThread
+) -> None:
+    """A renewal that somebody's transaction holds up for a second raises."""
+    lease = acquire(lease=60)
+    pinned, over = threading.Event(), threading.Event()
+
+    def pin() -> None:
+        with transaction.atomic():
+            DistributedLock.objects.select_for_update().get(pk=key)
+            pinned.set()
+            over.wait(DEADLINE)
+
+    pinning = other.start(pin)
+    assert pinned.wait(DEADLINE)
+    try:
+        with pytest.raises(DatabaseError):
+            lease.renew()
+        assert lease.held
+    finally:
+        over.set()
+        pinning.result(DEADLINE)
+    lease.renew()

@@ -142,3 +142,37 @@ def test_successor_keeps_the_key(key: str, successor: Successor) -> None:
     assert theirs is not None
     held = DistributedLock.objects.held().filter(pk=key)
     assert [row.version for row in held] == [theirs.fencing_token] * theirs.held
+
+
+# Several keys at once
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_set_whose_grant_was_lost(key: str, number: int, other: OtherThread) -> None:
+    """A set that was granted without a word is found by the retry, whole."""
+    keys = [f"{key}:{each}" for each in range(number)]
+    with distributed_lock(*keys):
+        pass
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no replies to lose")
+    with first_reply_lost(lambda: None) as carried_out:
+        leases = distributed_lock(*keys).acquire(timeout=0)
+    assert carried_out
+    assert leases.held
+    assert other.do(distributed_lock(keys[-1]).try_acquire) is None
+    leases.check()
+    assert leases.release() is True
+    assert not distributed_lock(*keys).locked()
+
+
+def test_set_whose_release_was_lost(key: str, losses: list[str]) -> None:
+    """A set that was released without a word was held until then."""
+    keys = [f"{key}:{each}" for each in range(2)]
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no replies to lose")
+    leases = distributed_lock(*keys).acquire(timeout=0)
+    with first_reply_lost(lambda: None) as carried_out:
+        assert leases.release() is True
+    assert carried_out
+    assert losses == []
+    assert not distributed_lock(*keys).locked()

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 from django.conf import settings as django_settings
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock, signals
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory
@@ -490,3 +497,43 @@ class TestApartInATestCase:
         lock = apart(atomic=True, timeout=0)
         assert outcome(in_block, lock, Lease.check) == "left"
         assert not apart().locked()
+
+
+# A release at the end that comes too late, or fails
+
+
+@pytest.mark.database_backend
+def test_lost_before_the_transaction_ended(
+    acquire: Leases,
+    key: str,
+    two_writers: None,
+    other: OtherThread,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A lock that was to be kept to the end, and is lost before it, is logged."""
+    with transaction.atomic():
+        acquire(lease=60).release()
+        assert other.do(DistributedLock.objects.force_release, key)
+    assert f"lost before the transaction ended key={key!r} reason=forced" in (
+        caplog.messages
+    )
+
+
+@pytest.mark.database_backend
+def test_release_at_the_end_that_fails(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit stands when the release behind it fails: the lock lapses."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OperationalError("out of reach")
+
+    lease = lock().acquire(timeout=0)
+    with transaction.atomic():
+        account = AccountFactory()
+        lease.release()
+        monkeypatch.setattr(backends[lease.backend], "release", fail)
+        monkeypatch.setattr(backends[lease.backend], "release_all", fail)
+    assert Account.objects.filter(pk=account.pk).exists()
+    assert not lease.held
+    assert any("left to lapse" in line for line in caplog.messages)

@@ -752,3 +752,19 @@ def test_snapshot_is_warned_of(
                 pass
     warned = [r for r in caplog.records if "Take the lock first" in r.getMessage()]
     assert len(warned) == (1 if settings.ISOLATION == "repeatable read" else 0)
+
+
+@pytest.mark.database_backend
+def test_transaction_that_cant_begin(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch, obtainable: Callable[..., bool]
+) -> None:
+    """With atomic=True the lock is given back when its transaction can't begin."""
+
+    def fail(self: Any) -> None:
+        raise OperationalError("out of reach")
+
+    monkeypatch.setattr(transaction.Atomic, "__enter__", fail)
+    with pytest.raises(OperationalError, match="out of reach"), lock(atomic=True):
+        pytest.fail("entered")
+    monkeypatch.undo()
+    assert obtainable()
