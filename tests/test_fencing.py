@@ -233,3 +233,10 @@ def test_beside_another_writer(account: Account, other: OtherThread) -> None:
         writer.result(DEADLINE)
     account.refresh_from_db()
     assert account.balance == 3
+
+
+def test_negative_token(account: Account) -> None:
+    """No lease has a negative token: one is refused before any statement."""
+    with pytest.raises(ValueError, match="fence must not be negative: -1"):
+        Account.objects.filter(pk=account.pk).fenced_update(-1, balance=5)
+    assert mine(account).balance != 5

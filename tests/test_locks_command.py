@@ -25,9 +25,10 @@ from dblocks.backends.base import BaseBackend
 from dblocks.backends.locmem import LocMemBackend
 from dblocks.backends.values import Entry, Reading, Waiters
 from dblocks.conf import backends
+from dblocks.interventions import Intervention
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
-from dblocks.management.rendering import cells_in
+from dblocks.management.rendering import as_json, cells_in, holder_of, table
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
@@ -1352,3 +1353,53 @@ def test_engine_that_cannot_be_made(run: Run, settings: Any) -> None:
     status, out, err = run("list", "--backend", "engine")
     assert (status, out) == (78, "")
     assert "no.such.Backend" in err
+
+
+# What is said in unusual cases
+
+
+def test_user_without_a_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who releases by force is on record as unknown where the system has no name."""
+
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr(locks.getpass, "getuser", fail)
+    LockFactory(held=True, key="k")
+    assert run("release", "k", "--yes")[0] == 0
+    assert Intervention.objects.get(key="k").by == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("reading", "said"),
+    [
+        (Reading(), "others queue for it, or a transaction has its row locked"),
+        (
+            Reading(remaining=2, holder="web-1"),
+            "web-1 has released it, and it stays taken for another 2.0 s",
+        ),
+        (
+            Reading(owner="o", remaining=2),
+            "it is held by somebody; its lease can end in 2.0 s",
+        ),
+        (
+            Reading(owner="o", remaining=2, holder="web-1", note="job", permit=0),
+            "all permits are taken, one by web-1 (job); its lease can end in 2.0 s",
+        ),
+    ],
+    ids=["nobody", "cooling", "held", "permit"],
+)
+def test_who_has_it(reading: Reading, said: str) -> None:
+    """Whoever is refused is told who has the lock, as far as that is known."""
+    assert holder_of(reading) == said
+
+
+@pytest.mark.parametrize("width", [60, 30, 12, 1])
+def test_narrow_table(width: int) -> None:
+    """However narrow the terminal is, a lock has a line, and its key can be copied."""
+    keys = ["nightly-import-of-orders", "stock:4711", "k"]
+    for key in keys:
+        LockFactory(held=True, key=key, note="at work")
+    found = [as_json(lock) for lock in DistributedLock.objects.with_state()]
+    _heading, *lines = [line for line, _state in table(found, width)]
+    assert sorted(line.split()[0] for line in lines) == sorted(keys)

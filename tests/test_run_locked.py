@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from dblocks.backends.values import Grant, Granted, Reading, Request
 from dblocks.conf import backends
 from dblocks.management.commands import run_locked
 from dblocks.models import DistributedLock
+from dblocks.supervision import launcher, sentinel, supervisor
 from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
 from dblocks.test import clear_locks, hold_elsewhere
@@ -819,3 +822,57 @@ def test_first_deployment(commands: Commands, key: str, empty_database: str) -> 
     assert status == 0
     assert '"state": "cooling"' in out
     assert '"fencing_token": 1,' in out
+
+
+# Helper programs that can't be had
+
+
+@pytest.mark.usefixtures("shared")
+def test_no_process_can_be_started(
+    key: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine without room for processes is status 126, and the lock is free."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    assert run(key, "--", "true") == 126
+    assert "no process could be started: Resource temp" in capfd.readouterr().err
+    assert not distributed_lock(key).locked()
+
+
+@pytest.mark.parametrize("helper", [launcher, sentinel], ids=["launcher", "sentinel"])
+@pytest.mark.usefixtures("shared")
+def test_helper_that_fails(
+    key: str,
+    helper: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A helper program that ends at once is status 126; the command never starts."""
+    broken, file = tmp_path / "broken.py", tmp_path / "ran"
+    broken.write_text("raise SystemExit(1)")
+    monkeypatch.setattr(helper, "__file__", str(broken))
+    assert run(key, "--", "touch", str(file)) == 126
+    assert "a helper program has failed" in capfd.readouterr().err
+    assert not file.exists()
+    assert not distributed_lock(key).locked()
+
+
+@pytest.mark.usefixtures("shared")
+def test_helper_that_says_nothing(
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """So is one that gives no sign of life in time."""
+    silent = tmp_path / "silent.py"
+    silent.write_text(f"import time; time.sleep({DEADLINE})")
+    monkeypatch.setattr(sentinel, "__file__", str(silent))
+    monkeypatch.setattr(supervisor, "STARTING", 0.5)
+    assert run(key, "--", "true") == 126
+    assert "no sign of life within 0.5 s" in capfd.readouterr().err
+    assert not distributed_lock(key).locked()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
+from django.db import NotSupportedError, connections
 from django.test import override_settings
 
 from dblocks import LockTimeout, distributed_lock
+from dblocks.backends.base import BaseBackend
+from dblocks.backends.locmem import LocMemBackend
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.timing import SLACK, scaled, takes
@@ -259,3 +262,22 @@ def test_manager_follows_the_setting(
     assert DistributedLock.objects.force_release(key)
     assert not is_held_in("locks", key)
     assert lease.release() is False
+
+
+class Plain(LocMemBackend):
+    """An engine that operators can do nothing with."""
+
+    end_grant = BaseBackend.end_grant
+    ask_holder = BaseBackend.ask_holder
+
+
+def test_engine_without_what_operators_need(settings: Any, key: str) -> None:
+    """An engine that can't be interfered with says so by its alias, as for its rows."""
+    settings.DBLOCKS = {"plain": {"BACKEND": f"{__name__}.Plain"}}
+    plain = backends["plain"]
+    with pytest.raises(NotSupportedError, match="'plain' can't force a release"):
+        plain.force_release(key)
+    with pytest.raises(NotSupportedError, match="'plain' can't ask for a release"):
+        plain.request_release(key)
+    with pytest.raises(NotSupportedError, match="'plain' keeps no rows"):
+        _ = plain.using

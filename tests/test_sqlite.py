@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sqlite3
@@ -19,6 +20,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
 from dblocks.backends.database import file_locks
+from dblocks.backends.gates import GateClosed
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
@@ -540,3 +542,94 @@ def test_gate_that_is_garbage(committed: None) -> None:
     gc.collect()
     [kept] = file_locks._idle[path]
     assert kept.is_free(0)
+
+
+# A queue that can't be had: the waiter looks from time to time instead
+
+
+def gate_for(key: str) -> file_locks.FileLock:
+    """Return a gate of a key that somebody has entered, as if by another process."""
+    taken, gate = (file_locks.gate_of(connections["default"], key) for _ in range(2))
+    assert taken is not None
+    assert gate is not None
+    assert taken.try_enter()
+    gate.taken = taken  # type: ignore[attr-defined]
+    return gate
+
+
+@pytest.mark.usefixtures("queue")
+def test_no_thread_to_queue(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started, the gate is closed and nothing is left open."""
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gate = gate_for(key)
+    before = dict(file_locks._askers)
+    monkeypatch.setattr(file_locks._Asker, "start", fail)
+    with pytest.raises(GateClosed):
+        gate.enter(1)
+    assert file_locks._askers == before
+    assert not gate.held
+
+
+@pytest.mark.usefixtures("queue")
+def test_too_many_queues(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is where as many threads queue as may."""
+    monkeypatch.setattr(file_locks, "MOST_ASKERS", len(file_locks._askers))
+    gate = gate_for(key)
+    with pytest.raises(GateClosed):
+        gate.enter(1)
+    assert not gate.held
+
+
+@pytest.mark.usefixtures("queue")
+def test_two_gates_of_a_key(key: str) -> None:
+    """Of one process one gate queues for a key; another is told so at once."""
+    first = gate_for(key)
+    second = file_locks.gate_of(connections["default"], key)
+    assert second is not None
+    first.enter(0)
+    with takes(at_most=SLACK), pytest.raises(GateClosed):
+        second.enter(DEADLINE)
+    first.taken.leave()  # type: ignore[attr-defined]
+    eventually(lambda: first.held, what="the turn of the first")
+    first.leave()
+
+
+@pytest.mark.usefixtures("queue")
+def test_file_that_cant_be_locked(
+    key: str, lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without locks the gate is closed, and locks work without it."""
+
+    def fail(*arguments: Any) -> bytes:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    gate = gate_for(key)
+    monkeypatch.setattr(file_locks._Descriptor, "_call", fail)
+    assert gate.is_free()
+    with pytest.raises(GateClosed):
+        gate.try_enter()
+    with lock(f"{key}:2") as lease:
+        assert lease.held
+
+
+@pytest.mark.usefixtures("queue")
+def test_lock_that_fails_while_it_is_waited_for(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread whose wait for the file fails ends, and hands nothing on."""
+    lock_byte = file_locks._Descriptor.lock
+
+    def fail(self: Any, byte: int, *, wait: bool = False) -> bool:
+        if wait:
+            raise OSError(errno.ENOLCK, "No locks available")
+        return lock_byte(self, byte)
+
+    gate = gate_for(key)
+    monkeypatch.setattr(file_locks._Descriptor, "lock", fail)
+    before = queueing_threads()
+    gate.enter(0.2)
+    eventually(lambda: queueing_threads() == before, what="the thread's end")
+    assert not gate.held

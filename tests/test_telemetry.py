@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection
 from django.test import override_settings
@@ -671,3 +672,32 @@ def test_missing_package(backend: str) -> None:
     out, err = run('sys.modules["opentelemetry"] = None\nimport dblocks.telemetry')
     assert out == ""
     assert 'pip install "django-dblocks[opentelemetry]"' in err
+
+
+@pytest.mark.engine("locmem")
+def test_attributes_that_cant_be_told(
+    lock: Locks, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """What fails while a lock is described is logged, and the lock is had."""
+
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("no attributes")
+
+    monkeypatch.setattr(type(signals.observer), "_of", fail)
+    with lock() as lease:
+        assert lease.held
+    assert "telemetry failed" in caplog.messages
+    assert seen.count("dblocks.acquired") == 0
+
+
+@pytest.mark.skipif("locks" not in settings.DATABASES, reason="no second database")
+@pytest.mark.usefixtures("committed")
+def test_forced_in_a_database_without_an_alias(key: str, seen: Seen) -> None:
+    """A force release is counted where no entry of DBLOCKS has the database, too."""
+    rows = DistributedLock.objects.using("locks")
+    assert rows.acquire(key, owner="somebody", lease=60) is not None
+    try:
+        assert rows.force_release(key)
+    finally:
+        rows.filter(pk=key).delete()
+    assert seen.count("dblocks.force_released") == 1

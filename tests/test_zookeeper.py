@@ -1072,3 +1072,9 @@ def test_renewed_by_the_majority_alone(
     eventually(lambda: any("leader" in each.ask("srvr") for each in ensemble))
     with suppress(KazooException):
         lease.release()
+
+
+@pytest.mark.parametrize("data", [b"", b"no JSON", b"[1]", b'"text"'])
+def test_nodes_that_others_made(data: bytes) -> None:
+    """A node whose content isn't ours is read as one that says nothing."""
+    assert nodes.Content.read(data) == nodes.Content()
