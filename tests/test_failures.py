@@ -20,6 +20,8 @@ from django.db import (
 )
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks.backends.database import connections as lock_connections
+from dblocks.backends.database import table
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import stored
@@ -495,3 +497,38 @@ def test_renewal_of_a_pinned_row(
         over.set()
         pinning.result(DEADLINE)
     lease.renew()
+
+
+def test_connection_that_fails_to_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that fails while it is closed is given up, with a line at DEBUG."""
+
+    def fail() -> None:
+        raise OperationalError("gone away")
+
+    caplog.set_level(logging.DEBUG, "dblocks")
+    mine = lock_connections.separate_connection("default")
+    close = mine.close
+    monkeypatch.setattr(mine, "close", fail)
+    lock_connections.close(mine)
+    assert "closing failed database=default" in caplog.messages
+    close()
+
+
+def test_row_that_is_busy_all_the_time(
+    key: str, lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set and an inner lock meet the database's error, if it isn't a passing one."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OperationalError("disk I/O error")
+
+    monkeypatch.setattr(backends["default"], "_take_all", fail)
+    with pytest.raises(OperationalError, match="disk I/O error"):
+        distributed_lock(f"{key}:a", f"{key}:b").acquire(timeout=0)
+    with lock():
+        monkeypatch.setattr(table, "reenter", fail)
+        with pytest.raises(OperationalError, match="disk I/O error"):
+            lock().acquire(timeout=0)
+        monkeypatch.undo()

@@ -1403,3 +1403,11 @@ def test_narrow_table(width: int) -> None:
     found = [as_json(lock) for lock in DistributedLock.objects.with_state()]
     _heading, *lines = [line for line, _state in table(found, width)]
     assert sorted(line.split()[0] for line in lines) == sorted(keys)
+
+
+def test_asking_a_holder_without_a_token(run: Run) -> None:
+    """An engine without tokens is asked too, and only while the same owner holds."""
+    with hold_elsewhere("k", backend="locmem") as lease:
+        assert run("release", "k", "--ask", "--yes", "--backend", "locmem")[0] == 0
+        lease.renew()
+        assert lease.release_requested

@@ -14,6 +14,7 @@ from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock
 from dblocks.holding import news
+from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
 from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
@@ -221,3 +222,36 @@ def test_one_is_only_about_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: looks.pop(0))
     news.settle(DEADLINE)
     assert looks == []
+
+
+# A process that can start no thread
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let no thread be started until this is undone."""
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    return monkeypatch
+
+
+def test_news_wait_for_a_thread(no_threads: pytest.MonkeyPatch) -> None:
+    """What can't be told for want of a thread is told once there is one."""
+    told = threading.Event()
+    news.apart(told.set)
+    assert news.pending
+    assert not told.is_set()
+    no_threads.undo()
+    news.start_pending()
+    assert told.wait(DEADLINE)
+
+
+def test_no_thread_to_renew(
+    no_threads: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That nothing can be renewed is logged, and is no reason to refuse a lock."""
+    RenewalScheduler()._start()
+    assert "leases are not renewed: no thread can be started" in caplog.messages

@@ -13,7 +13,8 @@ from django.db import connection
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
-from dblocks.models import DistributedLock
+from dblocks.interventions import Intervention
+from dblocks.models import DistributedLock, TokenFloor
 from dblocks.signals import lock_force_released
 from tests.support.factories import LockFactory, let_expire, now, stored
 from tests.support.timing import eventually
@@ -514,3 +515,9 @@ def test_permissions() -> None:
         "view_distributedlock",
         "force_release_distributedlock",
     }
+
+
+def test_representations() -> None:
+    """An entry of the history is known by key and token, a floor by its value."""
+    assert str(Intervention(key="k", version=3)) == "k, 3"
+    assert str(TokenFloor(value=7)) == "7"

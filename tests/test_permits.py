@@ -27,6 +27,7 @@ from dblocks import (
 )
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
+from dblocks.waiting import attempt
 from tests.support.fixtures import OtherThread, outranks
 from tests.support.timing import DEADLINE, SLACK, takes
 from tests.test_ownership import run
@@ -445,3 +446,13 @@ def test_race(workers: Any, key: str, known: bool, committed: None) -> None:
     # Others may have had the row for an instant: they were refused, not let in.
     assert 1 <= len([token for token in tokens if token is not None]) <= 3, tokens
     assert not distributed_lock(key, permits=3).locked()
+
+
+def test_permits_of_many_keys(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Which permit was last is forgotten from time to time, and no permit with it."""
+    monkeypatch.setattr(attempt, "MOST_NOTED", 2)
+    monkeypatch.setattr(attempt, "_last_permits", {})
+    for number in range(5):
+        with distributed_lock(f"{key}:{number}", permits=2, backend="locmem") as lease:
+            assert lease.permit in {0, 1}
+    assert len(attempt._last_permits) <= 2

@@ -464,3 +464,26 @@ class InsideTransactionTestCase(TransactionTestCase):
             assert distributed_lock("committed").try_acquire() is None
             move_clock(31)
             distributed_lock("committed").acquire(timeout=0).release()
+
+
+def test_holder_that_cant_release(
+    lock: Callable[..., Lock], backend: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The competitor's own failure is raised, unless the block has failed already."""
+    errors = backends[backend].errors
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise errors[0]("out of reach")
+
+    def hold(key: str, error: Exception | None) -> None:
+        with hold_elsewhere(key, backend=backend):
+            monkeypatch.setattr(backends[backend], "release", fail)
+            monkeypatch.setattr(backends[backend], "release_all", fail)
+            if error is not None:
+                raise error
+
+    with pytest.raises(errors, match="out of reach"):
+        hold(key, None)
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError):
+        hold(f"{key}:2", ZeroDivisionError())
