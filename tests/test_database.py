@@ -17,6 +17,7 @@ from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks.backends.values import Grant, Reading
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import LockFactory, let_expire, now, stored
@@ -352,3 +353,13 @@ def test_constraint_of_the_guard_is_postgresqls() -> None:
         dropped = constraint.remove_sql(DistributedLock, editor)
     wanted = connection.vendor == "postgresql"
     assert (made is not None, dropped is not None) == (wanted, wanted)
+
+
+def test_nobody_waits(key: str) -> None:
+    """For a key that nobody wants, nobody is known to wait."""
+    assert backends["default"].waiters(key).number in {0, None}
+
+
+def test_nothing_is_known_of_a_grant_without_a_token() -> None:
+    """A row can't tell whether a grant without a token was ended by force."""
+    assert not Reading(version=2).is_forced_from(Grant("k", "me", None))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from dblocks.backends.database import dialects, session_locks
 from dblocks.backends.database import statements as texts
 from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
+from dblocks.backends.database.fields import as_utc
 from dblocks.backends.gates import GateClosed
 from dblocks.models import DistributedLock
 from tests.support.fixtures import OtherThread
@@ -344,3 +346,33 @@ def test_one_thread_for_many_short_locks(lock: Locks) -> None:
 
 def names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
+
+
+def test_no_more_gates_than_there_are_places() -> None:
+    """When all places are taken, the next gate is closed, and no connection opened."""
+    pool = session_locks.Connections()
+    pool._places.clear()
+    with pytest.raises(GateClosed):
+        pool.take("default")
+
+
+def test_sqlite_has_one_isolation_and_no_sessions() -> None:
+    """What the other databases can be asked of sessions, SQLite answers without I/O."""
+    if connection.vendor != "sqlite":
+        pytest.skip("about SQLite")
+    dialect = dialects.of(connection)
+    with CaptureQueriesContext(connection) as queries:
+        assert dialect.isolation(connection) is None
+        assert dialect.session_isolation(connection) is None
+        assert not dialect.has_lost_conflict(OperationalError("database is locked"))
+        with dialect.bounded(connection, 1.0) as level:
+            assert level is None
+    assert not queries.captured_queries
+
+
+def test_moment_given_as_text() -> None:
+    """A driver may give a moment as text: its digits are UTC."""
+    moment = datetime(2026, 1, 2, 3, 4, 5, 600, tzinfo=timezone.utc)
+    assert as_utc("2026-01-02 03:04:05.000600") == moment
+    assert as_utc(moment.replace(tzinfo=None)) == moment
+    assert as_utc(None) is None

@@ -24,6 +24,7 @@ from dblocks.backends.database import connections as lock_connections
 from dblocks.backends.database import table
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.waiting.wait import give_back
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, always, takes
@@ -532,3 +533,18 @@ def test_row_that_is_busy_all_the_time(
         with pytest.raises(OperationalError, match="disk I/O error"):
             lock().acquire(timeout=0)
         monkeypatch.undo()
+
+
+def test_grant_that_cant_be_given_back(
+    acquire: Leases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What nobody waits for any more, and can't be released, is left to lapse."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OperationalError("out of reach")
+
+    lease = acquire(lease=60)
+    monkeypatch.setattr(backends["default"], "release", fail)
+    give_back(lease._hold)
+    monkeypatch.undo()
+    assert any("left to lapse" in line for line in caplog.messages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from django.db import OperationalError, connection
 from django.db.backends.utils import CursorWrapper
 
-from dblocks import Lease, Lock
+from dblocks import Lease, Lock, workers
 from dblocks.holding import news
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
@@ -255,3 +256,19 @@ def test_no_thread_to_renew(
     """That nothing can be renewed is logged, and is no reason to refuse a lock."""
     RenewalScheduler()._start()
     assert "leases are not renewed: no thread can be started" in caplog.messages
+
+
+def test_thread_that_is_chosen_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that idles to its end makes the call for which it was just chosen."""
+    monkeypatch.setattr(workers, "LINGER", 0.1)
+    crew = workers.Workers("test-workers")
+    first, second = threading.Event(), threading.Event()
+    crew.start(first.set)
+    assert first.wait(DEADLINE)
+    eventually(lambda: crew.idle, what="an idle thread")
+    chosen = crew.idle.pop()
+    time.sleep(0.3)
+    assert chosen.is_alive()
+    chosen.calls.put(second.set)
+    assert second.wait(DEADLINE)
+    eventually(lambda: not chosen.is_alive(), what="the thread's end")

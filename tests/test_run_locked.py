@@ -876,3 +876,12 @@ def test_helper_that_says_nothing(
     assert run(key, "--", "true") == 126
     assert "no sign of life within 0.5 s" in capfd.readouterr().err
     assert not distributed_lock(key).locked()
+
+
+@pytest.mark.usefixtures("shared")
+def test_management_command_from_code(
+    key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Called from code, --django needs no manage.py: Django's own does the work."""
+    call_command("run_locked", key, "--django", "--", "locks", "--help")
+    assert "usage: __main__.py locks" in capfd.readouterr().out

@@ -529,3 +529,20 @@ def test_dead_sentinel_is_replaced(commands: Commands, key: str) -> None:
     time.sleep(0.3)  # it may have been born this moment
     process.kill()
     gone(pid, within=SLACK)
+
+
+def test_status_after_the_sentinel_was_replaced(commands: Commands, key: str) -> None:
+    """Where only the sentinel died, the command's own end is what is told."""
+    file, over = commands.file(), commands.file()
+    script = f"echo $$ >> {file}; until test -e {over}; do sleep 0.05; done; exit 7"
+    process = commands.start("run_locked", key, "--", "sh", "-c", script)
+    [pid] = commands.pids(file)
+    [sentinel] = [child for child in children_of(process.pid) if child != pid]
+    os.kill(sentinel, signal.SIGKILL)
+    assert process.stderr is not None
+    assert b"the sentinel process has died: starting another" in (
+        process.stderr.readline()
+    )
+    over.touch()
+    assert finish(process)[0] == 7
+    assert not distributed_lock(key).locked()

@@ -466,6 +466,7 @@ class InsideTransactionTestCase(TransactionTestCase):
             distributed_lock("committed").acquire(timeout=0).release()
 
 
+@pytest.mark.database_backend
 def test_holder_that_cant_release(
     lock: Callable[..., Lock], backend: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
