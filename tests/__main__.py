@@ -150,8 +150,16 @@ def show_durations(runs: list[Run]) -> None:
         print(f"{run.duration:6.0f} s  {run.name}")
 
 
-def coverage(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, check=True)
+def coverage(*arguments: str) -> bool:
+    """Run a command of coverage's; tell whether it was satisfied."""
+    command = [sys.executable, "-m", "coverage", *arguments]
+    return subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def report_coverage(*, whole: bool) -> bool:
+    """Show what was covered; tell whether that is enough, if it is of all tests."""
+    coverage("combine", "--quiet")
+    return coverage("report", *([] if whole else ["--fail-under=0"]))
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -183,7 +191,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         default=[],
         help="leave out the tests that take long on this one; may be repeated",
     )
-    parser.add_argument("--coverage", action="store_true", help="measure and report")
+    parser.add_argument(
+        "--coverage",
+        action="store_true",
+        help="measure and report; of all configurations, fail below the floor that "
+        "setup.cfg sets",
+    )
     parser.add_argument(
         "--jobs",
         type=int,
@@ -257,8 +270,9 @@ def main() -> int:
             show_durations(runs)
 
     if options.coverage:
-        coverage("combine", "--quiet")
-        coverage("report")
+        whole = not options.databases and not arguments
+        if not report_coverage(whole=whole):
+            failed.append("coverage")
     if failed:
         print(f"\nFailed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -15,6 +15,7 @@ import pytest
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
 from dblocks.conf import backends
+from dblocks.waiting import queue
 from tests.support.fixtures import OtherThread, outranks
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -499,3 +500,13 @@ def test_released_lease_proves_nothing(acquire: Leases) -> None:
     lease.release()
     with pytest.raises(LeaseLost, match="was released: it proves nothing now"):
         lease.check()
+
+
+def test_gates_that_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very many keys whose gates are abandoned, the last are known."""
+    monkeypatch.setattr(queue, "MOST_ABANDONED", 2)
+    queues = queue.WaitQueues()
+    for key in ("a", "b", "c"):
+        queues.note_abandoned(backends["locmem"], key)
+    assert queues.is_abandoned(backends["locmem"], "c")
+    assert not queues.is_abandoned(backends["locmem"], "a")

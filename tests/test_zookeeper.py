@@ -23,6 +23,7 @@ from kazoo.security import make_digest_acl
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.zookeeper import nodes, sessions
+from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
@@ -1078,3 +1079,13 @@ def test_renewed_by_the_majority_alone(
 def test_nodes_that_others_made(data: bytes) -> None:
     """A node whose content isn't ours is read as one that says nothing."""
     assert nodes.Content.read(data) == nodes.Content()
+
+
+def test_answer_to_kazoo() -> None:
+    """Kazoo can ask an answer whether it is here, and whether it is good."""
+    good, bad = Answer(), Answer()
+    assert (good.ready(), good.successful()) == (False, False)
+    good.set("path")
+    bad.set_exception(ValueError())
+    assert (good.ready(), good.successful()) == (True, True)
+    assert (bad.ready(), bad.successful()) == (True, False)
