@@ -16,6 +16,8 @@
 ``SHOP_THINKING``
     How many seconds, more or less, buyers and payments take in the shop's site: long
     enough that a race can be seen.
+``OTEL_EXPORTER_OTLP_ENDPOINT``
+    Where the shop reports to what its locks do; see ``testproject.shop.telemetry``.
 ``DEBUG``, ``SECRET_KEY``, ``ALLOWED_HOSTS``, ``TIME_ZONE``, ``USE_TZ``
     As in Django.
 """
@@ -101,6 +103,9 @@ if LOCKS_URLS:
         "LOCATION": LOCKS_URLS,
         "KEY_PREFIX": "dblocks-shop:",
     }
+
+# Not the demo's "shop:stock:…": each piece on sale would have a name of its own.
+DBLOCKS_TELEMETRY_KEYS = ["shop:demo", "shop:stocktaking", "shop:leader"]
 
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 

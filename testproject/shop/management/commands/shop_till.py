@@ -13,6 +13,7 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import connection, connections
 
 from dblocks import LeaseLost, LockTimeout, current_lease, distributed_lock
+from testproject.shop import telemetry
 from testproject.shop.carts import WAYS, Cart
 from testproject.shop.models import Product
 from testproject.shop.selling import PATIENCE, VARIANTS, Checkout, SoldOut
@@ -45,6 +46,7 @@ class Command(BaseCommand):
             message = self.listen()
             self.attempt(jobs[message.pop("word")], **message)
             connections.close_all()
+            telemetry.flush()
             self.say("done")
 
     def listen(self) -> dict[str, Any]:
