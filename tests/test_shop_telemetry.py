@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.http", reason="the exporter is not installed"
 )
 
+from tests.dashboard import BOARD, Prometheus, Questions
 from tests.support.collector import Collector, Sample
 
 
@@ -99,3 +103,38 @@ def test_text_for_prometheus() -> None:
     """What stands in labels is quoted as Prometheus reads it."""
     sample = Sample("dblocks_held", {"dblocks_lock": 'a"b\\c\nd'}, 1)
     assert str(sample) == 'dblocks_held{dblocks_lock="a\\"b\\\\c\\nd"} 1'
+
+
+class Answers(Prometheus):
+    """Answers every query with this, and remembers the queries."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self.queries: list[str] = []
+
+    def ask(self, path: str, **question: object) -> Any:
+        if path != "query_range":
+            return ["shop"]
+        query = str(question["query"])
+        self.queries.append(query)
+        labels = dict.fromkeys(re.findall(r"by \((\w+)\)", query), "a")
+        return {"result": [{"metric": labels, "values": self.values}]}
+
+
+def test_questions_of_the_dashboard() -> None:
+    """Every query is asked, with its variables filled in."""
+    board = json.loads(BOARD.read_text())
+    server = Answers([[0, "NaN"], [2, "0.5"]])
+    panels = Questions(board, server).ask_all(0, 2)
+    assert len(panels) == len(board["panels"])
+    assert len(server.queries) == sum(len(each["targets"]) for each in board["panels"])
+    assert not [query for query in server.queries if "$" in query]
+    assert set(panels["Wait"]) == {"p50", "p95", "p99"}
+    assert panels["Losses by reason"]["a"][1] == (2, 0.5)
+
+
+def test_panel_without_data() -> None:
+    """A panel that would be empty, or flat at zero, is an error that names it."""
+    server = Answers([[0, "NaN"], [2, "0"]])
+    with pytest.raises(SystemExit, match="Losses by reason A"):
+        Questions(json.loads(BOARD.read_text()), server).ask_all(0, 2)
