@@ -41,7 +41,7 @@ def draw(
     from matplotlib.figure import Figure
 
     rows = max(each["gridPos"]["y"] + each["gridPos"]["h"] for each in board["panels"])
-    figure = Figure(figsize=(14, rows * 0.36), facecolor="#f4f5f5")
+    figure = Figure(figsize=(11, rows * 0.34), facecolor="#f4f5f5")
     moments = [
         at for lines in panels.values() for line in lines.values() for at, _ in line
     ]
@@ -60,15 +60,15 @@ def draw(
             size=11,
         )
         inner = (
-            left + 0.05,
-            top - height + 2 / rows,
-            width - 0.066,
-            height - 3.2 / rows,
+            left + 0.058,
+            top - height + 2.2 / rows,
+            width - 0.074,
+            height - 3.5 / rows,
         )
         axes = figure.add_axes(inner)
         _plot(axes, panels[panel["title"]], step)
         _scale(axes, min(moments), max(moments), panel["fieldConfig"]["defaults"])
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=130)
 
 
 def _card(figure: Any, x: float, y: float, width: float, height: float) -> None:
@@ -90,10 +90,10 @@ def _plot(axes: Any, lines: Mapping[str, Line], step: float) -> None:
         bbox_to_anchor=(-0.02, -0.11),
         ncols=4,
         frameon=False,
-        fontsize=8.5,
+        fontsize=8,
         labelcolor=INK,
         handlelength=1,
-        columnspacing=1.4,
+        columnspacing=1.2,
     )
 
 
