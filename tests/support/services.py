@@ -215,10 +215,7 @@ class Server:
 
     def program(self, name: str, *folders: str) -> str:
         """The path of an installed program."""
-        path = os.pathsep.join(
-            [*folders, os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
-        )
-        found = shutil.which(name, path=path)
+        found = find_program(name, *folders)
         if found is None:
             raise ServerError(
                 f"{name} is not installed. On Debian: apt-get install {self.package}"
@@ -328,7 +325,6 @@ class MariaDB(Server):
             f"--datadir={self.folder / 'data'}",
             "--auth-root-authentication-method=normal",
             "--skip-test-db",
-            "--skip-name-resolve",
             *self._settings(),
         )
 
@@ -340,7 +336,6 @@ class MariaDB(Server):
             f"--socket={self._socket}",
             f"--port={self.port}",
             f"--bind-address={HOST}",
-            "--skip-name-resolve",
             "--max-connections=300",
             *self._settings(),
         ]
@@ -368,7 +363,11 @@ class MariaDB(Server):
         return self.folder / "socket"
 
     def _settings(self) -> list[str]:
-        return ["--innodb-log-file-size=32M", "--innodb-buffer-pool-size=64M"]
+        return [
+            "--skip-name-resolve",
+            "--innodb-log-file-size=32M",
+            "--innodb-buffer-pool-size=64M",
+        ]
 
     def _client(self, program: str) -> list[str]:
         return [
@@ -394,7 +393,7 @@ class MySQL(MariaDB):
     @classmethod
     def is_there(cls) -> bool:
         """Whether there is one to be had: MariaDB has a mysqld too."""
-        server = shutil.which("mysqld", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+        server = find_program(cls.server_program)
         if cls.given or server is None:
             return bool(cls.given)
         version = subprocess.run(
@@ -415,7 +414,8 @@ class MySQL(MariaDB):
         )
 
     def command(self) -> list[str]:
-        return [*super().command(), "--mysqlx=OFF"]
+        command = [*super().command(), "--mysqlx=OFF"]
+        return command if self.durable else [*command, "--sync-binlog=0"]
 
     def create(self, database: str) -> None:
         # On the one that is given, the tests make theirs.
@@ -426,6 +426,7 @@ class MySQL(MariaDB):
         return f"{self.given}/{database}" if self.given else super().address(database)
 
     def _settings(self) -> list[str]:
+        # Names are resolved: its root is root@localhost alone.
         return ["--innodb-buffer-pool-size=64M"]
 
     def _client(self, program: str) -> list[str]:
@@ -714,6 +715,12 @@ def engine(name: str) -> Iterator[dict[str, str]]:
                 yield {"ZOOKEEPER_HOSTS": stack.enter_context(ZooKeeper()).url()}
             case _:
                 raise ServerError(f"There is no engine {name!r}.")
+
+
+def find_program(name: str, *folders: str) -> str | None:
+    """The path of a program, if it is installed; servers may be on no user's path."""
+    usual = os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"
+    return shutil.which(name, path=os.pathsep.join([*folders, *usual]))
 
 
 def free_port() -> int:
