@@ -110,7 +110,9 @@ def system(backend: str) -> str | None:
     """What the semantic conventions call an engine's server."""
     if backend != "default":
         return {"locmem": None, "zookeeper": "zookeeper"}.get(backend, "redis")
-    return "mariadb" if connection.vendor == "mysql" else connection.vendor
+    if connection.vendor == "mysql" and connection.mysql_is_mariadb:
+        return "mariadb"
+    return connection.vendor
 
 
 def test_grant_and_release(lock: Locks, seen: Seen, backend: str) -> None:
