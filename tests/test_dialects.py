@@ -57,13 +57,13 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 @pytest.fixture
-def as_mysql(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speak to MariaDB as to MySQL, whose statements it understands."""
-    if dialects.of(connection).name != "mariadb":
-        pytest.skip("needs MariaDB")
+def as_mysql(committed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speak to MariaDB, too, as to MySQL, whose statements it understands."""
+    if connection.vendor != "mysql":
+        pytest.skip("about MySQL")
     monkeypatch.setattr(dialects, "_ask", lambda connection: MySQL())
     monkeypatch.setattr(dialects, "_servers", {})
-    monkeypatch.delitem(vars(connection), "_dblocks_dialect")
+    monkeypatch.delitem(vars(connection), "_dblocks_dialect", raising=False)
 
 
 @pytest.mark.usefixtures("as_mysql")
@@ -147,6 +147,21 @@ def test_new_row_in_a_locked_gap(key: str, keys: int, how: dict[str, Any]) -> No
         else:
             with pytest.raises(LockTimeout), transaction_lock(*names, **how):
                 pytest.fail("entered")
+
+
+# Isolation that the settings leave to the server
+
+
+@pytest.mark.parametrize("level", ["read committed", "repeatable read"])
+def test_isolation_of_the_session(level: str) -> None:
+    """Where Django sets no level, the server is asked for the session's."""
+    if connection.vendor != "mysql":
+        pytest.skip("about MySQL and MariaDB, where Django sets a level")
+    beside = connection.copy()
+    beside.settings_dict["OPTIONS"]["isolation_level"] = None
+    with closing(beside), beside.cursor() as cursor:
+        cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
+        assert dialects.of(beside).session_isolation(beside) == level
 
 
 # MariaDB's snapshot isolation, at REPEATABLE READ

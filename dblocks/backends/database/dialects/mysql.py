@@ -108,8 +108,12 @@ class MySQL(Dialect):
     def session_isolation(self, connection: Any) -> str | None:
         level: str | None = connection.isolation_level
         if level is None:
-            # tx_isolation or transaction_isolation, by version.
-            row = ask(connection, "SHOW SESSION VARIABLES LIKE 't%%x%%\\_isolation'")
+            # MySQL has transaction_isolation alone, and old MariaDB tx_isolation.
+            row = ask(
+                connection,
+                "SHOW SESSION VARIABLES WHERE variable_name "
+                "IN ('transaction_isolation', 'tx_isolation')",
+            )
             level = str(row[-1]).lower().replace("-", " ")
         return level
 
