@@ -103,11 +103,37 @@ def test_lease_that_ends_within_a_second(
 # InnoDB's gap locks, at REPEATABLE READ
 
 
+def lock_wait_timeout() -> int:
+    """How long a statement of the caller's waits for others, in seconds."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT @@SESSION.innodb_lock_wait_timeout")
+        return int(cursor.fetchone()[0])
+
+
 @pytest.fixture
-def locked_gap(committed: None, key: str) -> Iterator[None]:
+def with_gaps(committed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MySQL's session is told, and at REPEATABLE READ alone, how long to wait.
+
+    Afterwards it waits for as long as before. MariaDB's statement is told, always.
+    """
+    if connection.vendor != "mysql":
+        pytest.skip("about InnoDB")
+    if connection.mysql_is_mariadb:
+        yield
+        return
+    with monkeypatch.context() as patch:
+        options = connection.settings_dict["OPTIONS"]
+        patch.setitem(options, "isolation_level", "repeatable read")
+        connection.close()
+        before = lock_wait_timeout()
+        yield
+        assert lock_wait_timeout() == before
+        connection.close()
+
+
+@pytest.fixture
+def locked_gap(with_gaps: None, key: str) -> Iterator[None]:
     """Another transaction has locked where rows of the key and its like would be."""
-    if dialects.of(connection).name != "mariadb":
-        pytest.skip("needs MariaDB")
     beside = connection.copy()
     with closing(beside), beside.cursor() as cursor:
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")

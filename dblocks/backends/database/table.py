@@ -108,10 +108,12 @@ class GapLocked(Exception):
 def _made(
     connection: Connection, insert: Callable[..., Any], sql: str, values: Values
 ) -> Any:
+    dialect = dialects.of(connection)
     try:
-        return inserted(connection, insert, sql, values)
+        with dialect.making_rows(connection):
+            return inserted(connection, insert, sql, values)
     except DatabaseError as error:
-        if dialects.of(connection).means_taken(error):
+        if dialect.means_taken(error):
             raise GapLocked(str(error)) from error
         raise
 
