@@ -276,6 +276,7 @@ CONFIGURATIONS = {
             ),
         ),
         Configuration("mysql", "mysql"),
+        Configuration("mysql-rr", "mysql", "repeatable read", only=CORE),
         Configuration("galera", topologies=("galera", "gevent", "mutants")),
         Configuration("faults-mariadb", "mariadb", faults=True),
         Configuration("faults-postgres", "postgres", faults=True),
