@@ -79,7 +79,8 @@ def versions() -> str:
     if connection.vendor == "sqlite":
         database = f"SQLite {sqlite3.sqlite_version}"
     elif connection.vendor == "mysql":
-        database = "MariaDB " + ".".join(map(str, connection.mysql_version))
+        name = "MariaDB" if connection.mysql_is_mariadb else "MySQL"
+        database = f"{name} {'.'.join(map(str, connection.mysql_version))}"
     else:
         number = connection.pg_version
         database = f"PostgreSQL {number // 10000}.{number % 10000}"
@@ -114,7 +115,10 @@ def distant(proxy: Proxy, settings: Any) -> Iterator[Callable[..., str]]:
 @pytest.fixture
 def private(server: str) -> Iterator[services.Server]:
     """Start a server of the same kind whose clock shows another zone's time."""
-    kind = {"mysql": services.MariaDB, "postgresql": services.PostgreSQL}[server]
+    kind: type[services.Server] = services.PostgreSQL
+    if server == "mysql":
+        is_mariadb = connection.mysql_is_mariadb
+        kind = services.MariaDB if is_mariadb else services.MySQL
     with kind(time_zone="+05:00") as private:
         private.url("faults")
         config = dict(connections.settings["default"])
