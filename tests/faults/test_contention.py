@@ -47,35 +47,45 @@ def everything(key: str) -> list[Any]:
 
 
 def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> None:
-    """I2: tokens grow and never repeat while holders are force-released."""
+    """I2: tokens grow and never repeat while holders are force-released.
+
+    Of two keys, of both together and of permits, of which there are never too many.
+    """
     start = soon()
     end = start + counts(DEADLINE, 60.0)
-    keys = [f"{key}:{number}" for number in range(2)]
+    locks = DistributedLock.objects
+    rows = [(f"{key}:0", None), (f"{key}:1", None)]
+    rows += [(f"{key}:p", permit) for permit in range(3)]
     table = [
         {
-            "keys": keys,
+            "keys": everything(key),
             "start": start,
             "until": end,
-            "rounds": counts(40, 10**6),
+            "rounds": counts(15, 10**6),
             "seed": SEED + n,
             "timeout": 1.0,
+            # Long enough to be robbed, and for all permits to be had at a time.
+            "hold": pick(0.03, 0.005),
         }
         for n in range(4)
     ]
     members = crew.fork_all("contend", table)
-    forced = 0
+    forced = [0, 0]
     while not all(member.ended for member in members):
         assert time.monotonic() < end + DEADLINE
-        for name in keys:
-            forced += DistributedLock.objects.force_release(name)
+        for name, permit in rows:
+            done = locks.force_release(name, permit=permit)
+            forced[permit is not None] += done
             crew.take_in(wait=0.01)
     crew.finish(members)
     # A force release ends a grant under its holder: what it saw until then may be late.
     events = [event for event in crew.history() if event.what != "held"]
     faults = [fault for fault in check(events) if fault.kind != "overlap"]
     assert not faults, report(faults, SEED)
-    figures |= {"grants": grants(crew), "force releases": forced}
+    figures |= {"grants": grants(crew), "force releases": sum(forced)}
+    figures["of them of permits"] = forced[True]
     assert figures["grants"] > 20
+    assert min(forced) > 0
 
 
 def test_exclusion(crew: Crew, key: str, figures: Figures) -> None:
@@ -207,69 +217,90 @@ def test_pruning_under_contention(crew: Crew, key: str, figures: Figures) -> Non
 def test_force_release_while_held(crew: Crew, key: str, figures: Figures) -> None:
     """F15: the holder learns of it after a third of its lease; its write is refused.
 
-    So does and is the holder of two keys of which one was force-released; the other
-    stays held until it is given back.
+    By turns of one key, of one of two keys, and of one of two permits: the other one
+    stays held.
     """
-    lease, delays, recorded = 1.5, list[float](), list[tuple[str, int]]()
-    accounts = [AccountFactory() for _ in range(10)]
+    lease, delays, recorded = 1.5, list[float](), list[tuple[str, int | None, int]]()
 
-    def note(key: str, fencing_token: int, **kwargs: Any) -> None:
-        recorded.append((key, fencing_token))
+    def note(key: str, permit: int | None, fencing_token: int, **kwargs: Any) -> None:
+        recorded.append((key, permit, fencing_token))
 
     lock_force_released.connect(note)
-    wanted = counts(4, 500)
-    for first in range(0, wanted, 10):
-        names = [f"{key}:{n}" for n in range(first, min(first + 10, wanted))]
-        until = time.monotonic() + 2 * DEADLINE
-        # Every second one has another key, which comes before or after the first.
-        others = [
-            f"{'' if n % 4 == 1 else 'z'}{name}:too" for n, name in enumerate(names)
-        ]
-        holders = crew.fork_all(
-            "hold",
-            [
-                {
-                    "key": [name, other] if n % 2 else name,
-                    "until": until,
-                    "lease": lease,
-                    "account": account.pk,
-                }
-                for n, (name, other, account) in enumerate(
-                    zip(names, others, accounts, strict=False)
-                )
-            ],
-        )
-        for holder in holders:
-            holder.expect("held")
-        grants = [grants_in(holder.told) for holder in holders]
-        tokens = [
-            grant["token"]
-            for name, mine in zip(names, grants, strict=True)
-            for grant in mine
-            if grant["key"] == name
-        ]
-        forced = []
-        for name in names:
-            forced.append(time.monotonic())
-            assert DistributedLock.objects.force_release(name, by="a test")
-        for name, holder, moment in zip(names, holders, forced, strict=True):
-            lost = holder.expect("loss")
-            assert (lost["key"], lost["reason"]) == (name, "forced")
-            delays.append(lost["at"] - moment)
-            assert holder.expect("guarded")["refused"] is True
-            assert stored(name).owner == ""
-        assert recorded[first:] == list(zip(names, tokens, strict=True))
-        crew.finish(holders)
-        for holder, mine in zip(holders, grants, strict=True):
-            told = [told for told in holder.told if told["event"] == "release"]
-            assert len(told) == len(mine) - 1
+    wanted = counts(6, 500)
+    for first in range(0, wanted, 12):
+        numbers = range(first, min(first + 12, wanted))
+        victims = [Victim(crew, key, number, lease) for number in numbers]
+        for victim in victims:
+            victim.holder.expect("held")
+        for victim in victims:
+            victim.force_release()
+        delays += [victim.learns() for victim in victims]
+        assert recorded[first:] == [victim.grant for victim in victims]
+        crew.finish(victim.holder for victim in victims)
+        for victim in victims:
+            victim.rest_was_held()
         crew.forget()
-    for account in accounts:
-        account.refresh_from_db()
-        assert account.balance == 0
     figures |= {"forced": len(delays), "known after, worst (s)": round(max(delays), 3)}
     # The machine may be late; a holder that learns of it at its deadline is too late.
     assert max(delays) <= lease / 3 + (0.25 if FULL else 0.75)
+
+
+class Victim:
+    """A holder of a key, of two, or of one of two permits, that loses one of them."""
+
+    def __init__(self, crew: Crew, key: str, number: int, lease: float) -> None:
+        self.asked = Asked.of_kind(KINDS[number % 3], f"{key}:{number}")
+        self._number = number
+        self._account = AccountFactory()
+        #: Who has the other permit.
+        self._others = [
+            self.asked.hold(other) for other in range(1, self.asked.permits)
+        ]
+        self.holder = crew.fork(
+            "hold",
+            **self.asked.told,
+            until=time.monotonic() + 2 * DEADLINE,
+            lease=lease,
+            account=self._account.pk,
+        )
+
+    def force_release(self) -> None:
+        """Take one grant away: of two keys the first or the second."""
+        grants = grants_in(self.holder.told)
+        self._lost = grants[self._number // 3 % len(grants)]
+        permit = self._lost["permit"] if self._others else None
+        self.grant = self._lost["key"], permit, self._lost["token"]
+        self._moment = time.monotonic()
+        assert DistributedLock.objects.force_release(
+            self._lost["key"], permit=permit, by="a test"
+        )
+
+    def learns(self) -> float:
+        """Return after how long it knew, and find its write refused."""
+        lost = self.holder.expect("loss")
+        assert [lost[name] for name in ("key", "permit", "token", "reason")] == [
+            *(self._lost[name] for name in ("key", "permit", "token")),
+            "forced",
+        ]
+        assert self.holder.expect("guarded")["refused"] is True
+        self._account.refresh_from_db()
+        assert self._account.balance == 0
+        assert stored(row_of(self._lost)).owner == ""
+        return float(lost["at"] - self._moment)
+
+    def rest_was_held(self) -> None:
+        """Find the other key or permit held until it was given back, and no longer."""
+        told = [told for told in self.holder.told if told["event"] == "release"]
+        assert len(told) == len(self.asked.keys) - 1
+        freed = Asked((self._lost["key"],), self.asked.permits).lock().try_acquire()
+        assert freed is not None
+        assert self.asked.row_of(freed) == row_of(self._lost)
+        assert freed.fencing_token > self._lost["token"]
+        assert freed.release()
+        for other in self._others:
+            other.renew()
+            assert other.release()
+        assert not self.asked.lock().locked()
 
 
 LEVELS = ["read committed", "repeatable read", "serializable"]

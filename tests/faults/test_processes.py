@@ -299,11 +299,14 @@ def test_stopped_holders_are_refused(
     assert figures["pauses"] >= counts(1, 1000)
 
 
-@pytest.mark.parametrize("kind", ["key", "set"])
+@kinds
 def test_stopped_in_the_transaction(
     server: str, crew: Crew, key: str, kind: str, figures: Figures
 ) -> None:
-    """F5: stopped inside atomic=True: nothing is lost."""
+    """F5: stopped inside atomic=True: nothing is lost.
+
+    Of a set nothing that any of its keys guards, of permits nothing that one guards.
+    """
     wanted = counts(2 if kind == "key" else 1, 300)
     pause_updaters(crew, key, "atomic", wanted, figures, kind)
     assert figures["pauses"] >= counts(1, 300)
