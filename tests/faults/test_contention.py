@@ -83,7 +83,7 @@ def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> N
     faults = [fault for fault in check(events) if fault.kind != "overlap"]
     assert not faults, report(faults, SEED)
     figures |= {"grants": grants(crew), "force releases": sum(forced)}
-    figures["of them of permits"] = forced[True]
+    figures["of permits"] = forced[True]
     assert figures["grants"] > 20
     assert min(forced) > 0
 

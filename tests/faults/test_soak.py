@@ -15,7 +15,8 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, connection, connections
 from dblocks.models import DistributedLock
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew, Member
-from tests.faults.history import Event, verify
+from tests.faults.history import Event, row_name, verify
+from tests.faults.kinds import KINDS, Asked
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, SEED, counts, pick
 from tests.support import services
@@ -187,23 +188,80 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         yield Place("private", private, proxy)
 
 
+class Vault:
+    """What the soak locks, and the accounts that it writes under the guard."""
+
+    def __init__(self, key: str, number: int, using: str) -> None:
+        """Make keys, sets of two neighbours among them, and keys with two permits."""
+        keys = [f"{key}:{n}" for n in range(number)]
+        pairs = zip(keys, keys[1:] + keys[:1], strict=True)
+        self.asked = [("key", Asked((name,))) for name in keys]
+        self.asked += [("set", Asked(pair)) for pair in list(pairs)[::2]]
+        self.asked += [
+            ("permits", Asked.of_kind("permits", f"{key}:p{n}"))
+            for n in range((number + 1) // 2)
+        ]
+        names = sorted({name for _, asked in self.asked for name in rows_of(asked)})
+        self._accounts = Account.objects.using(using)
+        rows = [AccountFactory.build(name=name) for name in names]
+        self._accounts.bulk_create(rows)
+        self.ids = dict(self._accounts.values_list("name", "pk"))
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """What the workers are told."""
+        return [
+            {
+                **asked.told,
+                "kind": kind,
+                "account": [self.ids[name] for name in rows_of(asked)],
+            }
+            for kind, asked in self.asked
+        ]
+
+    def verify(self, writes: list[dict[str, Any]]) -> None:
+        """Fail if a write that was acknowledged is lost."""
+        values = Counter(
+            (row_name(told["key"], told["permit"]), told["value"]) for told in writes
+        )
+        # Two that wrote the same value had read the same one: one of them is lost.
+        assert not [write for write, times in values.items() if times > 1]
+        balances = dict(self._accounts.values_list("name", "balance"))
+        for name, value in values:
+            assert balances[name] >= value
+
+
+def rows_of(asked: Asked) -> list[str]:
+    """Name the rows of a lock, by the order of its keys."""
+    return [row_name(key, n) for key in asked.keys for n in range(asked.permits)]
+
+
+def growth_of(members: list[Member]) -> list[float]:
+    """Return by how many percent those grew that measured their memory."""
+    growth = []
+    for member in members:
+        sizes = [t["kilobytes"] for t in member.told if t["event"] == "memory"]
+        if len(sizes) == 2:
+            growth.append(100 * (sizes[1] / sizes[0] - 1))
+    return growth
+
+
 @pytest.mark.timeout(counts(60, 1200))
 def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> None:
-    """All that can fail fails, and the invariants hold."""
+    """All that can fail fails, and the invariants hold.
+
+    Of keys, of sets that share them, and of permits.
+    """
     database: dict[str, Any] = {}
     if place.proxy is not None:
         names = ["NAME", "USER", "PASSWORD", "HOST"]
         config = connections.settings[place.alias]
         database = {name: config[name] for name in names}
         database["PORT"] = str(place.proxy.port)
-    rows = [AccountFactory.build() for _ in range(pick(8, 50))]
-    accounts = Account.objects.using(place.alias)
-    accounts.bulk_create(rows)
-    ids = list(accounts.order_by("pk").values_list("pk", flat=True))
-    keys = {f"{key}:{number}": pk for number, pk in enumerate(ids)}
+    vault = Vault(key, pick(4, 34), place.alias)
     length = max(pick(6.0, 30.0), counts(6.0, 180.0))
     start = time.monotonic() + pick(0.0, 5.0)
-    work = {"keys": keys, "until": start + length, "lease": LEASE}
+    work = {"table": vault.table, "until": start + length, "lease": LEASE}
     weather = Weather(place, work)
     crew.database = database
     crews = [crew]
@@ -232,27 +290,20 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
             each.forget()
             each.close()
     verify(events)
-    writes = Counter((t["key"], t["value"]) for t in told if t["event"] == "write")
-    # Two that wrote the same value had read the same one: one of them is lost.
-    assert not [write for write, times in writes.items() if times > 1]
-    balances = dict(accounts.filter(pk__in=ids).values_list("pk", "balance"))
-    highest = dict.fromkeys(ids, 0)
-    for (name, value), _ in writes.items():
-        highest[keys[name]] = max(highest[keys[name]], value)
-    assert all(balances[pk] >= highest[pk] for pk in ids)
+    writes = [t for t in told if t["event"] == "write"]
+    vault.verify(writes)
     held = DistributedLock.objects.using(place.alias).held()
     eventually(lambda: not held.exists(), within=LEASE + SLACK, what="all leases' end")
-    growth = []
-    for member in weather.members:
-        sizes = [t["kilobytes"] for t in member.told if t["event"] == "memory"]
-        if len(sizes) == 2:
-            growth.append(100 * (sizes[1] / sizes[0] - 1))
+    growth = growth_of(weather.members)
     assert growth
+    kinds = Counter(t["kind"] for t in writes)
     figures |= dict(weather.counts) | {
         "grants": sum(event.what == "grant" for event in events),
         "guarded writes": len(writes),
+        "of them of sets": kinds["set"],
+        "of permits": kinds["permits"],
         "refused": sum(t["event"] == "refused" for t in told),
         "memory, worst growth (%)": round(max(growth), 1),
     }
-    assert writes
+    assert len(kinds) == len(KINDS) or (writes and not FULL)
     assert max(growth) < 5 or not FULL

@@ -392,12 +392,13 @@ class Guarded:
         """Return the balances that what was taken guards, by account."""
         from tests.testapp.models import Account
 
-        mine = [
-            self.accounts[self.keys.index(lease.key) + lease.permit]
-            for lease in each(taken)
-        ]
+        mine = map(self.account_of, each(taken))
         rows = Account.objects.filter(pk__in=mine).order_by("pk")
         return dict(rows.values_list("pk", "balance"))
+
+    def account_of(self, lease: Any) -> int:
+        """Return the account that one of the keys, or a permit, guards."""
+        return self.accounts[self.keys.index(lease.key) + lease.permit]
 
 
 def write(balances: dict[int, int]) -> None:
@@ -899,51 +900,50 @@ def stale_tokens(key: str, rounds: int, seed: int) -> None:
 
 
 def soak(
-    keys: dict[str, int],
+    table: list[dict[str, Any]],
     until: float,
     seed: int,
     lease: float,
     measure: float | None = None,
 ) -> None:
-    """Hold keys and write under their guard, whatever happens, until a moment.
+    """Hold locks and write under their guard, whatever happens, until a moment.
 
-    ``keys`` has the account that each guards. From the moment ``measure`` on the memory
-    is told.
+    Each row of the ``table`` has a key, several, or one with ``permits``, and the
+    accounts that they guard. From the moment ``measure`` on the memory is told.
     """
     from dblocks import LeaseLost
-    from tests.testapp.models import Account
 
     chance = random.Random(seed)
     while time.monotonic() < until:
         if measure is not None and time.monotonic() > measure:
             emit("memory", kilobytes=memory())
             measure = None if measure >= until - 1 else until - 1
-        key, account = chance.choice(list(keys.items()))
-        rows = Account.objects.filter(pk=account)
+        row = chance.choice(table)
+        guarded = Guarded(row["key"], row["account"])
+        keys = chance.sample(guarded.keys, len(guarded.keys))
+        options = {"lease": lease, "permits": row.get("permits", 1)}
         committing = False
         try:
-            with granted(key, chance.choice([0, 0.2, 1.0]), lease=lease) as mine:
-                if mine is None:
+            with granted(keys, chance.choice([0, 0.2, 1.0]), **options) as taken:
+                if taken is None:
                     continue
-                balance = rows.get().balance
+                balances = guarded.read(taken)
                 time.sleep(chance.uniform(0, 0.1))
-                observe(mine)
+                observe(taken)
                 before = time.monotonic()
                 with transaction.atomic():
-                    rows.update(balance=balance + 1)
-                    mine.guard()
+                    write(balances)
+                    taken.guard()
                     committing = True
-                emit(
-                    "write",
-                    key=key,
-                    token=mine.fencing_token,
-                    before=before,
-                    value=balance + 1,
-                )
+                for one in each(taken):
+                    value = balances[guarded.account_of(one)] + 1
+                    more = {"value": value, "kind": row["kind"]}
+                    emit("write", **about(one), before=before, **more)
         except LeaseLost as error:
-            emit("refused", key=key, reason=error.reason)
+            emit("refused", key=guarded.name, reason=error.reason)
         except (DatabaseError, InterfaceError) as error:
-            emit("database", key=key, doubt=committing, message=str(error)[:100])
+            message = str(error)[:100]
+            emit("database", key=guarded.name, doubt=committing, message=message)
             connections.close_all()
             time.sleep(chance.uniform(0, 0.2))
     if measure is not None:
