@@ -277,7 +277,7 @@ def pause_updaters(
     ]
     if waits:
         figures["others' timeouts late, worst (ms)"] = round(1000 * max(waits))
-        # Here twenty processes share the machine.
+        # Here twenty processes share the machine, of permits thirty.
         assert max(waits) <= SLACK
     assert nemesis.pauses
     if mode in {"guard", "atomic"}:

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -1012,6 +1013,9 @@ def reap(forked: dict[int, int]) -> None:
 def main() -> None:
     """Fork children until the parent closes the pipe; then end them."""
     children.begin()
+    for module in ("dblocks.distributed_locks", "dblocks.backends.database.backend"):
+        # Else each child would do it, all of them at the moment when they begin.
+        import_module(module)
     if "LD_PRELOAD" in os.environ:
         # libfaketime spoils the sleep until a moment, which Python 3.11 made its own.
         time.sleep = lambda seconds: select.select([], [], [], seconds) and None
