@@ -328,7 +328,10 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
 def test_slow_network_that_resets(
     proxy: Proxy, crew: Crew, key: str, figures: Figures
 ) -> None:
-    """F11: latency and resets are no loss while a lease is long enough."""
+    """F11: latency and resets are no loss while a lease is long enough.
+
+    Of one key, of two at once and of a permit.
+    """
     length = pick(4.0, 10.0)
     # Of each way, so that a round trip takes 100 to 300 ms.
     proxy.delay = pick(0.025, 0.05), pick(0.05, 0.15)
@@ -337,8 +340,9 @@ def test_slow_network_that_resets(
     holders = crew.fork_all(
         "hold",
         [
-            {"key": f"{key}:{n}", "until": until, "lease": length, "timeout": 5}
-            for n in range(pick(3, 10))
+            {**one.told, "until": until, "lease": length, "timeout": 5}
+            for n in range(pick(1, 4))
+            for one in one_of_each(f"{key}:{n}")
         ],
     )
     for holder in holders:

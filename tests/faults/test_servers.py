@@ -148,6 +148,7 @@ def test_wrong_wall_clocks(
 ) -> None:
     """F6, F7: a client's clock and time zone have no effect on any grant.
 
+    Of one key, of two at once and of permits.
     On SQLite the client's clock is the database's.
     """
     file = tmp_path / "faketime"
@@ -167,18 +168,26 @@ def test_wrong_wall_clocks(
     jumper.start()
     strange = Crew(environment)
     try:
-        holder = strange.fork(
-            "hold", key=key, until=time.monotonic() + 30, lease=20.0, renew=False
-        )
-        holder.expect("grant", within=2 * DEADLINE)
-        row = stored(key)
-        assert row.acquired_at is not None
-        assert abs((row.expires_at - row.acquired_at).total_seconds() - 20) < 0.001
-        left = DistributedLock.objects.with_state().get(pk=key).remaining
-        assert 10 < left <= 20
-        assert distributed_lock(key).try_acquire() is None
+        asked = [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
+        more = {"until": time.monotonic() + 30, "lease": 20.0, "renew": False}
+        # All permits, so that there is none left.
+        table = [{**one.told, **more} for one in asked for _ in range(one.permits)]
+        for holder in strange.fork_all("hold", table):
+            holder.expect("held", within=2 * DEADLINE)
+        for name in [name for one in asked for name in one.rows]:
+            row = stored(name)
+            assert row.acquired_at is not None
+            assert abs((row.expires_at - row.acquired_at).total_seconds() - 20) < 0.001
+            left = DistributedLock.objects.with_state().get(pk=name).remaining
+            assert 10 < left <= 20
+        for one in asked:
+            assert one.lock().try_acquire() is None
         row = {
-            "keys": [f"{key}:a"],
+            "keys": [
+                f"{key}:a",
+                [f"{key}:a", f"{key}:b"],
+                {"key": f"{key}:p", "permits": [2, 3]},
+            ],
             "until": time.monotonic() + counts(DEADLINE, 20.0),
             "rounds": counts(25, 10**6),
             "timeout": 1.0,
