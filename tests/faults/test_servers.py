@@ -174,7 +174,9 @@ def test_wrong_wall_clocks(
         table = [{**one.told, **more} for one in asked for _ in range(one.permits)]
         for holder in strange.fork_all("hold", table):
             holder.expect("held", within=2 * DEADLINE)
-        for name in [name for one in asked for name in one.rows]:
+        names = [name for one in asked for name in one.rows]
+        assert sorted(map(row_of, grants_in(strange.told()))) == sorted(names)
+        for name in names:
             row = stored(name)
             assert row.acquired_at is not None
             assert abs((row.expires_at - row.acquired_at).total_seconds() - 20) < 0.001
