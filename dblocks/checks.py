@@ -25,8 +25,8 @@ W004: The driver has no network timeout: on a connection that dies silently a lo
     (PostgreSQL), in the database's ``OPTIONS``.
 W005: The router reads locks from one database and writes them to another, which the
     first one follows late. Name the primary in ``OPTIONS={"using": …}``.
-W006: uWSGI runs no threads, so leases are not renewed. Start it with
-    ``--enable-threads``.
+W006: uWSGI runs no threads, or doesn't tell Python that it has forked, so leases are
+    not renewed. Start it with ``--enable-threads`` and ``--py-call-osafterfork``.
 W007: The server or library is too old: dblocks needs MariaDB 10.6, MySQL 8.0.11 or
     SQLite 3.35.
 W008: The default lease is shorter than a second, and a busy machine misses its
@@ -111,13 +111,29 @@ def check_deployment(**kwargs: Any) -> Iterator[checks.CheckMessage]:
                 "A busy machine misses such a renewal: use 10 s or more.",
             )
         yield from backend.check()
+    yield from _uwsgi()
+
+
+def _uwsgi() -> Iterator[checks.CheckMessage]:
     uwsgi: Any = sys.modules.get("uwsgi")
-    options = getattr(uwsgi, "opt", {})
-    if uwsgi is not None and not {"enable-threads", b"enable-threads"} & set(options):
+    if uwsgi is None:
+        return
+    options = {
+        option.decode() if isinstance(option, bytes) else option
+        for option in getattr(uwsgi, "opt", {})
+    }
+    if "enable-threads" not in options:
         yield warning(
             "W006",
             "uWSGI runs no threads here: leases are not renewed.",
             "Start uWSGI with --enable-threads.",
+        )
+    elif not options & {"py-call-osafterfork", "lazy-apps", "lazy"}:
+        yield warning(
+            "W006",
+            "uWSGI doesn't tell Python that it has forked: where its master has used "
+            "a lock, its workers renew no leases.",
+            "Start uWSGI with --py-call-osafterfork, or with --lazy-apps.",
         )
 
 

@@ -459,13 +459,15 @@ def test_using_settles_it(settings: Any) -> None:
     [
         ({}, False),
         ({"http": b":8000"}, False),
-        ({"enable-threads": True}, True),
-        ({b"enable-threads": True}, True),
+        ({"py-call-osafterfork": True}, False),
+        ({"enable-threads": True}, False),
+        ({"enable-threads": True, "py-call-osafterfork": True}, True),
+        ({b"enable-threads": True, b"lazy-apps": True}, True),
     ],
     ids=str,
 )
 def test_uwsgi(monkeypatch: pytest.MonkeyPatch, options: Any, good: bool) -> None:
-    """W006: uWSGI without threads renews nothing."""
+    """W006: uWSGI without threads, or whose forks Python isn't told of."""
     module: Any = ModuleType("uwsgi")
     module.opt = options
     monkeypatch.setitem(sys.modules, "uwsgi", module)

@@ -12,7 +12,7 @@ from pathlib import Path
 import django
 import pytest
 
-from tests.support.documents import DOCS
+from tests.support.pages import DOCS
 from tests.support.processes import ROOT
 from tests.support.services import Redis
 

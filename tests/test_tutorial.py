@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.support.documents import BLOCK, DOCS, TITLE
+from tests.support.pages import DOCS
 from tests.support.processes import ROOT
 from tests.support.timing import eventually
 from tests.test_demo import Visitor, answers, free_port
@@ -49,8 +49,8 @@ def output(name: str) -> str:
 
 def versions(file: str) -> list[str]:
     """Return a file's texts, in the order in which the page replaces them."""
-    blocks = [block for block in BLOCK.findall(PAGE) if TITLE.match(block)]
-    return [block for block in blocks if block.startswith(f"# {file}\n")]
+    title = re.escape(f"# {file}\n")
+    return re.findall(rf"^```python\n({title}.*?)^```$", PAGE, re.S | re.M)
 
 
 def shape(text: str) -> str:
