@@ -522,8 +522,12 @@ def test_row_that_is_busy_all_the_time(
 ) -> None:
     """A set and an inner lock meet the database's error, if it isn't a passing one."""
 
+    class BrokenDisk(Exception):
+        # Without one, PostgreSQL's error would be about the connection.
+        sqlstate = "58030"
+
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise OperationalError("disk I/O error")
+        raise OperationalError("disk I/O error") from BrokenDisk()
 
     monkeypatch.setattr(backends["default"], "_take_all", fail)
     with pytest.raises(OperationalError, match="disk I/O error"):

@@ -131,7 +131,7 @@ def test_init_container(project: Path) -> None:
     """The container that migrates does so under the lock."""
     done = run(command_of("init container"), project)
     assert done.returncode == 0, done.stderr
-    assert DistributedLock.objects.get(pk="migrate").version == 1
+    assert DistributedLock.objects.get(pk="migrate").version >= 1
 
 
 @pytest.mark.usefixtures("committed")
