@@ -27,7 +27,9 @@ markdown = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_leve
 README = ROOT / "README.md"
 SITE = "https://django-dblocks.readthedocs.io/en/latest/"
 
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+TRANSLATIONS = sorted(DOCS.glob("*/*.md"))
+
+LINKED = [*PAGES, *TRANSLATIONS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_examples_run(page: Path, shop: None) -> None:
 
 def links(page: Path) -> list[str]:
     """Return where a page's links and pictures lead."""
-    tokens = markdown.parse(page.read_text())
+    tokens = markdown.parse(page.read_text(encoding="utf-8"))
     return [
         str(inline.attrs.get("href") or inline.attrs["src"])
         for token in tokens
@@ -62,7 +64,7 @@ def is_relative(link: str) -> bool:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
-    tokens = markdown.parse(page.read_text())
+    tokens = markdown.parse(page.read_text(encoding="utf-8"))
     return {str(token.attrs["id"]) for token in tokens if "id" in token.attrs}
 
 
@@ -100,25 +102,43 @@ def test_readme_leads_into_the_documentation() -> None:
 
 def test_pages_are_in_the_table_of_contents() -> None:
     """Every page is in the index, and the index names no other."""
-    index = (DOCS / "index.md").read_text()
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
     listed = [
         line
         for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.M | re.S)
         for line in tree.splitlines()
         if line and not line.startswith(":")
     ]
-    pages = [page.stem for page in DOCS.glob("*.md") if page.stem != "index"]
-    assert sorted(listed) == sorted(pages)
+    files = [*DOCS.glob("*.md"), *TRANSLATIONS]
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in files}
+    assert sorted(listed) == sorted(pages - {"index"})
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Return a page's visible blocks of code, each with its language."""
+    tokens = markdown.parse(page.read_text(encoding="utf-8"))
+    return [(token.info, token.content) for token in tokens if token.type == "fence"]
+
+
+@pytest.mark.parametrize("page", TRANSLATIONS, ids=name)
+def test_translations_show_the_same_code(page: Path) -> None:
+    """A translation has the code of the tutorial, or of the README's beginning."""
+    if page.stem == "index":
+        translated = fences(page)
+        assert translated
+        assert translated == fences(README)[: len(translated)]
+    else:
+        assert fences(page) == fences(DOCS / page.name)
 
 
 def test_readme_is_short() -> None:
     """The README stays under 200 lines; the rest is in the documentation."""
-    assert len(README.read_text().splitlines()) < 200
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 200
 
 
 def test_readme_names_the_commands_that_are_there() -> None:
     """The two commands stand in the README as they are typed, and can be run."""
-    readme = README.read_text()
+    readme = README.read_text(encoding="utf-8")
     for command in ("bin/demo", "bin/test"):
         assert f"\n$ {command}\n" in readme
         assert (ROOT / command).stat().st_mode & 0o111
