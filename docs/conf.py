@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import django
 from django.conf import settings
@@ -65,6 +66,19 @@ def drop_comments(app: Sphinx, doctree: nodes.document) -> None:
             node.parent.remove(node)
 
 
+def name_the_language(
+    app: Sphinx,
+    page: str,
+    template: str,
+    context: dict[str, Any],
+    doctree: nodes.document | None,
+) -> None:
+    """Name a translation's language, by which browsers choose the shapes of letters."""
+    languages = {"ja": "ja", "zh": "zh-Hans"}
+    context["language"] = languages.get(page.partition("/")[0], context["language"])
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", show_one_signature)
     app.connect("doctree-read", drop_comments)
+    app.connect("html-page-context", name_the_language)
