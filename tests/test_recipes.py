@@ -60,8 +60,8 @@ def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
 
 @pytest.fixture
 def deployment(committed: None) -> Iterator[Callable[[str], Recipe]]:
-    """Return a function of the page about engines by its name."""
-    with Examples(DOCS / "engines.md") as examples:
+    """Return a function of the page about migrating by its name."""
+    with Examples(DOCS / "migrating.md") as examples:
         yield examples.run().__getitem__
 
 
@@ -441,7 +441,7 @@ def test_deployments_from_one_engine_to_another(
     """Neighbouring deployments never work at once, and a rollback is one of them."""
     if engine == "default":
         pytest.skip("not applicable: moves to itself")
-    both, new = deployment("import_prices"), deployment("import_prices_afterwards")
+    both, new = deployment("import_in_step_1"), deployment("import_in_step_2")
 
     def is_let_in(work: Recipe) -> bool:
         try:
