@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_page(page: Path) -> None:
         "| F10 | – | holes 30 |",
         "| control | – | lost 9 |",
     ]
+
+
+def test_the_page_has_the_recorded_figures() -> None:
+    """The table in the documentation is the file's, to the letter."""
+    known = json.loads(record.FIGURES.read_text())
+    assert f"{record.BEGIN}\n\n{record.table(known)}\n{record.END}" in (
+        record.PAGE.read_text()
+    )
 
 
 def test_one_fault_again(page: Path) -> None:
