@@ -127,6 +127,16 @@ def test_cron_job(project: Path) -> None:
     assert (project / "report.txt").read_text() == "nightly-report\n"
 
 
+def test_cron_job_is_not_retried(project: Path) -> None:
+    """A retry after a failure would skip and succeed, so the Job allows none."""
+    (project / "report.sh").write_text("#!/bin/sh\nexit 3\n")
+    statuses = [run(command_of("cronjob"), project).returncode for _ in range(2)]
+    assert statuses == [3, 0]
+    manifest = example("cronjob", SCHEDULES)
+    assert "backoffLimit: 0\n" in manifest
+    assert "restartPolicy: Never\n" in manifest
+
+
 def test_init_container(project: Path) -> None:
     """The container that migrates does so under the lock."""
     done = run(command_of("init container"), project)
