@@ -73,7 +73,8 @@ examples:
 
 exit status:
   0 done; 1 there was nothing to do, or it was not confirmed; 64 bad usage; 69 the
-  database or backend is out of reach; 78 the lock table is missing
+  database or backend is out of reach; 78 the lock table is missing, or the backend's
+  entry in DBLOCKS is wrong
 """
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -94,7 +94,8 @@ examples:
 exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
   lost; 64 bad usage; 69 the database or backend is out of reach; 78 the lock table is
-  missing; 126 COMMAND can't be run; 127 COMMAND was not found
+  missing, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't be run; 127
+  COMMAND was not found
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
