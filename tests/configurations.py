@@ -108,6 +108,7 @@ ONCE = {
     "redlock": "redis",  # the same
     "sentinel": "redis",  # the same
     "settings": "sqlite",  # how a setting is read
+    "shop_telemetry": "sqlite",  # what is sent to a collector
     "signals": "sqlite",  # what is sent to whom
     "tutorial": "sqlite",  # the page's own project, on SQLite
     "supervision": "sqlite",  # processes and terminals

@@ -24,7 +24,7 @@ from testproject.shop.sale import empty_shop
 from tests.support.commands import MANAGE, environment
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, fitting, in_memory, outranks
-from tests.support.pages import DOCS, Examples
+from tests.support.pages import DOCS, Examples, function
 from tests.support.processes import ROOT, Workers
 from tests.support.services import Redis
 from tests.support.timing import (
@@ -56,13 +56,6 @@ def recipe(committed: None) -> Iterator[Callable[[str], Recipe]]:
         names["sent"].clear()
         yield names.__getitem__
     empty_shop()
-
-
-@pytest.fixture
-def deployment(committed: None) -> Iterator[Callable[[str], Recipe]]:
-    """Return a function of the page about migrating by its name."""
-    with Examples(DOCS / "migrating.md") as examples:
-        yield examples.run().__getitem__
 
 
 @pytest.fixture
@@ -436,12 +429,15 @@ def test_served_in_order_and_nothing_left(
 
 
 def test_deployments_from_one_engine_to_another(
-    deployment: Callable[[str], Recipe], engine: str, other: OtherThread
+    engine: str, other: OtherThread, committed: None
 ) -> None:
     """Neighbouring deployments never work at once, and a rollback is one of them."""
     if engine == "default":
         pytest.skip("not applicable: moves to itself")
-    both, new = deployment("import_in_step_1"), deployment("import_in_step_2")
+    both, new = (
+        function("migrating.md", name, distributed_lock=distributed_lock)
+        for name in ("import_in_step_1", "import_in_step_2")
+    )
 
     def is_let_in(work: Recipe) -> bool:
         try:

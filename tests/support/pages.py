@@ -19,6 +19,7 @@ project; ``tests.test_user_projects`` runs those. The namespace has ``make_table
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ FILE = re.compile(r"# (\S+\.py)$", re.MULTILINE)
 def name(page: Path) -> str:
     """Return what a page is called in a test's id."""
     return page.relative_to(ROOT).as_posix()
+
+
+def function(page: str, name: str, **names: Any) -> Callable[..., Any]:
+    """Return a function of a page, of which nothing else is run."""
+    document = Document.parse(str(DOCS / page), PythonCodeBlockParser())
+    [example] = [e for e in document.examples() if f"def {name}(" in str(e.parsed)]
+    exec(str(example.parsed), names)
+    found: Callable[..., Any] = names[name]
+    return found
 
 
 def files(page: str) -> dict[str, str]:
