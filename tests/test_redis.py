@@ -798,6 +798,35 @@ def test_fork_while_holding(here: Any, key: str) -> None:
         lease.renew()
 
 
+def test_threads_that_begin_together_in_a_forked_child(backend: str) -> None:
+    """None of them gets a connection of the parent's while others are closed."""
+    client: Any = backends[backend]._server.client
+    inherited = [client._take() for _ in range(8)]
+    for each in inherited:
+        client._give_back(each)
+
+    def child() -> list[bool]:
+        closing, goes_on = threading.Event(), threading.Event()
+        close = inherited[-1].disconnect
+
+        def slowly() -> None:
+            closing.set()
+            goes_on.wait(DEADLINE)
+            close()
+
+        inherited[-1].disconnect = slowly
+        first = threading.Thread(target=client._take)
+        first.start()
+        in_time = closing.wait(DEADLINE)
+        taken = client._take()
+        goes_on.set()
+        first.join(DEADLINE)
+        return [in_time, taken in inherited]
+
+    assert in_forked_child(child) == [True, False]
+    client.close()
+
+
 # Many at once
 
 

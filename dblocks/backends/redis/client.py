@@ -129,9 +129,10 @@ class Client:
     def _take(self) -> Any:
         """Return a connection that nobody else uses."""
         if self._pid != os.getpid():
-            # Closed in a forked child alone: its parent's go on.
-            self._pid = os.getpid()
+            # Closed in a forked child alone: its parent's go on. Noted last, or another
+            # thread would use one that isn't closed yet.
             self.close()
+            self._pid = os.getpid()
         try:
             return self._idle.pop()
         except IndexError:
