@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
@@ -63,7 +63,7 @@ def as_mysql(committed: None, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("about MySQL")
     monkeypatch.setattr(dialects, "_ask", lambda connection: MySQL())
     monkeypatch.setattr(dialects, "_servers", {})
-    monkeypatch.delitem(vars(connection), "_dblocks_dialect", raising=False)
+    monkeypatch.setitem(vars(connections["default"]), "_dblocks_dialect", MySQL())
 
 
 @pytest.mark.usefixtures("as_mysql")
@@ -144,6 +144,24 @@ def locked_gap(with_gaps: None, key: str) -> Iterator[None]:
         )
         yield
         cursor.execute("ROLLBACK")
+
+
+@pytest.mark.usefixtures("as_mysql")
+def test_interrupted_insert(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes through, though PyMySQL has closed the connection."""
+    monkeypatch.setattr(connection, "isolation_level", "repeatable read")
+
+    def interrupt(execute: Any, sql: str, *arguments: Any) -> Any:
+        if not sql.startswith("INSERT"):
+            return execute(sql, *arguments)
+        connection.connection.close()
+        raise KeyboardInterrupt
+
+    try:
+        with connection.execute_wrapper(interrupt), pytest.raises(KeyboardInterrupt):
+            distributed_lock(key).try_acquire()
+    finally:
+        connection.connection = None
 
 
 @pytest.mark.usefixtures("locked_gap")

@@ -195,11 +195,11 @@ class Dialect:
         """
         return nullcontext()
 
-    #: What a key's session lock is called.
     def making_rows(self, connection: Connection) -> AbstractContextManager[object]:
         """Bound how long an insert waits for a transaction that has locked a gap."""
         return nullcontext()
 
+    #: What a key's session lock is called.
     session_lock_name: Callable[[Connection, str], str | int]
 
     def has_relied_on_sessions(self, connection: Connection) -> bool:

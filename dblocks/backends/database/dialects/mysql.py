@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from django.core.checks import CheckMessage
-from django.db import InterfaceError
+from django.db import Error, InterfaceError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ....permits import MAX_PERMITS, SEPARATOR
@@ -139,11 +139,17 @@ class MySQL(Dialect):
     @contextmanager
     def _short_lock_wait(self, connection: Connection) -> Iterator[None]:
         (before,) = ask(connection, "SELECT @@SESSION.innodb_lock_wait_timeout")
-        ask(connection, "SET SESSION innodb_lock_wait_timeout = 1")
+        change = "SET SESSION innodb_lock_wait_timeout = %s"
         try:
+            ask(connection, change, [1])
             yield
-        finally:
-            ask(connection, "SET SESSION innodb_lock_wait_timeout = %s", [before])
+        except BaseException:
+            # PyMySQL closes the connection where an interrupt ends the insert, which
+            # must not become a database error.
+            with suppress(Error):
+                ask(connection, change, [before])
+            raise
+        ask(connection, change, [before])
 
     def session_lock_name(self, connection: Connection, key: str) -> str:
         # Of the whole server, at most 64 characters, and not case-sensitive.
