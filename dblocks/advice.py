@@ -18,8 +18,8 @@ from django.db import connections, router
 _FIELD = re.compile(r"(?<!\{)\{([^\W\d]\w*)[.\[!:}]")
 """How a field of a ``str.format`` template begins that has a name."""
 
-_BETWEEN = {__name__.partition(".")[0], "contextlib"}
-"""The packages between the developer's line and a warning."""
+_BETWEEN = (f"{__package__}.", "contextlib.", "django.utils.asyncio.")
+"""The packages and modules between the developer's line and a warning."""
 
 
 def warn(message: str) -> None:
@@ -32,7 +32,7 @@ def warn(message: str) -> None:
 
 
 def _is_ours(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _BETWEEN
+    return isinstance(module, str) and f"{module}.".startswith(_BETWEEN)
 
 
 def warn_of_template(key: str) -> None:

@@ -1185,6 +1185,14 @@ def test_template_outside_of_the_decorator_form(take: Any, template: str) -> Non
     assert not warning.filename.startswith(str(ROOT / "dblocks"))
 
 
+@pytest.mark.parametrize("form", ["with", "acquire", "try_acquire"])
+def test_warning_names_the_callers_line(form: str) -> None:
+    """It stands neither in dblocks nor in what Django puts around a method."""
+    with pytest.warns(RuntimeWarning, match="taken literally") as caught:
+        take_and_give_back(TAKEN[form], distributed_lock("order:{order_id}"))
+    assert [one.filename for one in caught] == [__file__]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_template_of_a_row_lock(template: str) -> None:
     """The pessimistic form says so too."""
