@@ -44,8 +44,10 @@ W013: Redis forgets locks that are held when it restarts, because it has no appe
 W014: Waiters can't queue for session locks, because the database is behind a pooler or
     one of a cluster. Say so with ``OPTIONS={"session_locks": False}``; behind a
     pooler, connect directly if the order of waiters matters.
+W015: Two nodes of a Galera cluster have different clocks, by which each judges whether
+    a lease is over. Run NTP on all nodes, or send all writes to one.
 
-W001, W004 and W010 to W014 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W015 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -65,7 +67,7 @@ from .conf import backends
 
 ASKED_FOR = {
     f"dblocks.{check}"
-    for check in ("W001", "W004", "W010", "W011", "W012", "W013", "W014")
+    for check in ("W001", "W004", "W010", "W011", "W012", "W013", "W014", "W015")
 }
 """What is said only to those who ask for checks."""
 
@@ -150,7 +152,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """E002, W001 to W003, W007 and W010 to W014: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W015: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

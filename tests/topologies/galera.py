@@ -50,6 +50,7 @@ class Node(MariaDB):
             "cluster-name": f"dblocks-{self.members[0]}",
             "cluster-address": "gcomm://" + ",".join(f"{HOST}:{p}" for p in ports),
             "node-address": f"{HOST}:{group}",
+            "node-incoming-address": f"{HOST}:{self.port}",
             "node-name": f"node{self.number}",
             "sst-method": "rsync",
             "sst-receive-address": f"{HOST}:{free_port()}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from django.db import OperationalError, connections, transaction
 
 from dblocks import Lease, LeaseLost, Lock, distributed_lock, transaction_lock
 from dblocks.backends.database import dialects
+from dblocks.backends.database.dialects import galera
 from dblocks.conf import backends
 from dblocks.interventions import Intervention
 from dblocks.models import DistributedLock, TokenFloor
 from tests.support.fixtures import OtherThread
+from tests.support.services import free_port
 from tests.support.timing import DEADLINE, eventually
 from tests.testapp.models import Account
 from tests.topologies.galera import Node, cluster
@@ -161,6 +164,35 @@ def test_abilities(nodes: list[Node]) -> None:
     dialect = dialects.of(connections[A])
     assert dialect.certifies
     assert not dialect.has_session_locks
+
+
+def test_clocks(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """W015 names the nodes whose clock differs, and passes over who doesn't answer."""
+
+    def found() -> list[str]:
+        messages = backends[A].check_server([A])
+        return [m.msg for m in messages if m.id == "dblocks.W015"]
+
+    assert found() == []
+    ahead = galera._ahead
+    shift = {str(nodes[1].port): 20.0, str(nodes[2].port): -3.0}
+    monkeypatch.setattr(
+        galera,
+        "_ahead",
+        lambda node: ahead(node) + shift.get(node.settings_dict["PORT"], 0.0),
+    )
+    assert sorted(re.findall(r":(\d+) is (.+? s \w+)", "".join(found()))) == sorted(
+        [(str(nodes[1].port), "20.0 s ahead"), (str(nodes[2].port), "3.0 s behind")]
+    )
+    others = galera._others
+
+    def unreachable(connection: Any) -> Iterator[Any]:
+        for node in others(connection):
+            node.settings_dict["PORT"] = str(free_port())
+            yield node
+
+    monkeypatch.setattr(galera, "_others", unreachable)
+    assert found() == []
 
 
 @pytest.mark.parametrize("how", ["expired", "forced"])

@@ -14,6 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ....permits import MAX_PERMITS, SEPARATOR
 from ...messages import warning
 from .base import TABLE, Dialect, ask, digest
+from .galera import clock_findings
 
 NAMES_AT_ONCE = 500
 """Session locks that one statement asks for."""
@@ -214,6 +215,8 @@ class MySQL(Dialect):
                 f"Run ALTER TABLE {TABLE} ENGINE=InnoDB.",
             )
         yield from self.check_collation(connection.alias, collation)
+        if self.certifies:
+            yield from clock_findings(connection)
         if connection.mysql_version < self.oldest:
             yield warning(
                 "W007",
