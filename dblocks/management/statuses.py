@@ -21,7 +21,9 @@ USAGE = 64
 UNAVAILABLE = 69
 LOST = 76
 CONFIG = 78
-NOT_FOUND = 127  # the shell's
+# The shell's.
+NOT_FOUND = 127
+BROKEN_PIPE = 141
 
 
 def bad_usage(message: object) -> CommandError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import shutil
 import sys
 import time
@@ -40,7 +41,7 @@ from ..rendering import (
 )
 from ..selection import Selection, ordered
 from ..sources import source_of
-from ..statuses import bad_usage, checked
+from ..statuses import BROKEN_PIPE, bad_usage, checked
 
 MAX_NAMED = 20
 """The most permits that an error names."""
@@ -74,7 +75,7 @@ examples:
 exit status:
   0 done; 1 there was nothing to do, or it was not confirmed; 64 bad usage; 69 the
   database or backend is out of reach; 78 the lock table is missing, or the backend's
-  entry in DBLOCKS is wrong
+  entry in DBLOCKS is wrong; 141 the reader of the output has ended
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -110,6 +111,11 @@ exit status:
         self.source = source_of(database, backend)
         try:
             act(**options)
+            self.stdout.flush()
+        except BrokenPipeError:
+            # Its reader has ended, as in "| head". Python flushes once more at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(BROKEN_PIPE)
         except self.source.errors as error:
             raise self.source.failure(error) from error
 
