@@ -571,7 +571,8 @@ def test_cancelled(
     eventually(lambda: free(*names), what="the keys")
     run(one_taken())
     eventually(lambda: free(*names), what="the keys")
-    assert [r.getMessage() for r in caplog.records if "lost" in r.getMessage()] == []
+    key = names[0].rpartition(":")[0]
+    assert [line for line in caplog.messages if f"lost key='{key}" in line] == []
 
 
 def test_opposite_orders(together: Together, key: str) -> None:
