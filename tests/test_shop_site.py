@@ -697,7 +697,7 @@ def test_locks(client: Client, lamp: Product) -> None:
     assert 'class="pill held"' in text
     assert re.search(r"<time datetime=.*>[\d:]{8}</time>", text)
     assert re.search(r">2[3-5]\.\d s<", text)
-    assert "977" not in text
+    assert "web-1" not in text
     assert "secret" not in text
     assert "Refresh" not in answer.headers
 
