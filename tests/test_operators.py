@@ -19,18 +19,17 @@ from dblocks.models import DistributedLock
 from tests.support.commands import environment
 from tests.support.factories import LockFactory
 from tests.support.fixtures import in_memory
+from tests.support.pages import marked
 from tests.support.processes import ROOT
 
 PAGE = (ROOT / "docs" / "operators.md").read_text()
-SCHEDULES = (ROOT / "docs" / "schedules.md").read_text()
+SCHEDULES = "schedules.md"
 TIMEOUT = 50
 
 
-def example(name: str, page: str = PAGE) -> str:
+def example(name: str, page: str = "operators.md") -> str:
     """Return a marked example of a page."""
-    found = re.search(rf"<!-- test: {name} -->\n+```\w*\n(.*?)```", page, re.DOTALL)
-    assert found is not None, name
-    return found[1]
+    return marked(page, name)
 
 
 @pytest.fixture

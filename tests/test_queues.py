@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,11 +11,10 @@ from pathlib import Path
 import django
 import pytest
 
-from tests.support.pages import DOCS
-from tests.support.processes import ROOT
+from tests.support.pages import marked
+from tests.support.processes import ROOT, inherited
 from tests.support.services import Redis
 
-PAGE = (DOCS / "tasks.md").read_text(encoding="utf-8")
 TIME_LIMIT = 60
 LIBRARIES = ["celery", "django_q", "huey", "dramatiq", "rq", "apscheduler"]
 
@@ -53,20 +51,15 @@ def written():
 
 def example(name: str) -> str:
     """Return a library's ``shop/tasks.py``."""
-    marked = rf"<!-- test: {name} -->\n\n```python\n(.*?)^```"
-    found = re.search(marked, PAGE, re.DOTALL | re.MULTILINE)
-    assert found is not None, name
-    return found[1]
+    return marked("tasks.md", name, "python")
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> None:
     """Run a module in the project."""
-    dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=folder,
-        env=inherited
+        env=inherited()
         | {
             "DJANGO_SETTINGS_MODULE": "settings",
             "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),

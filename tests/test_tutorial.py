@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.support.pages import DOCS
-from tests.support.processes import ROOT
+from tests.support.pages import DOCS, marked
+from tests.support.processes import ROOT, inherited
 from tests.support.timing import eventually
 from tests.test_demo import Visitor, answers, free_port
 
@@ -31,9 +31,7 @@ pytestmark = pytest.mark.timeout(2 * TIME_LIMIT)
 
 def example(name: str) -> str:
     """Return a marked example."""
-    found = re.search(rf"<!-- test: {name} -->\n\n```\w*\n(.*?)^```", PAGE, re.S | re.M)
-    assert found is not None, name
-    return found[1]
+    return marked("tutorial.md", name)
 
 
 def commands(name: str) -> list[list[str]]:
@@ -71,12 +69,7 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
-        self._environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(dropped)
-        } | {
+        self._environment = inherited() | {
             "COLUMNS": "80",
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",

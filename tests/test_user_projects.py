@@ -17,6 +17,7 @@ from django.conf import settings
 
 from tests.support.fixtures import in_memory
 from tests.support.pages import files
+from tests.support.processes import inherited
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 90
@@ -115,11 +116,7 @@ def databases(folder: Path, name: str) -> dict[str, Any]:
 @pytest.fixture
 def run(project: Path, committed: None) -> Runner:
     """Run a program in the project; return what it printed."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("COVERAGE", "PYTEST", "PYTHONDEVMODE"))
-    } | {
+    environment = inherited() | {
         "DJANGO_SETTINGS_MODULE": "settings",
         # Most of the time would go into importing and rewriting other plugins.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

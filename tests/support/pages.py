@@ -49,6 +49,15 @@ def function(page: str, name: str, **names: Any) -> Callable[..., Any]:
     return found
 
 
+def marked(page: str, name: str, language: str = r"\w*") -> str:
+    """Return the fenced block of a page below ``<!-- test: NAME -->``."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    block = rf"<!-- test: {name} -->\n\n```{language}\n(.*?)^```"
+    found = re.search(block, text, re.DOTALL | re.MULTILINE)
+    assert found is not None, name
+    return found[1]
+
+
 def files(page: str) -> dict[str, str]:
     """Return the examples that are files of a project, by the names in their titles."""
     document = Document.parse(str(DOCS / page), PythonCodeBlockParser())

@@ -29,6 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 Event = dict[str, Any]
 
 
+def inherited() -> dict[str, str]:
+    """Return the environment for other projects, without what is this run's own."""
+    dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
+    return {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+
+
 class Worker:
     """A child process; it runs programs of ``tests.support.worker`` in turn."""
 
