@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT
+from tests.support.timing import DEADLINE
 
 
 def run(database: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -38,3 +39,29 @@ def test_system(options: list[str], says_why: bool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "The lock 'c'" in done.stdout
     assert ("run_locked needs process groups" in done.stdout) is says_why
+
+
+def test_drivers_of_other_databases() -> None:
+    """On SQLite no other database's driver is loaded, though it is installed."""
+    program = """
+import sys
+import django
+from django.conf import settings
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+settings.configure(INSTALLED_APPS=["dblocks"], DATABASES={"default": database})
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+from dblocks import distributed_lock
+with distributed_lock("a"):
+    print(sorted(sys.modules.keys() & {"MySQLdb", "psycopg", "psycopg2", "pymysql"}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.stdout == "[]\n", done.stderr
