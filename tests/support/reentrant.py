@@ -64,7 +64,10 @@ class AtLine:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 # Known before it hangs.
                 print(self.where, file=sys.stderr, flush=True)
+                # What follows need not be counted, which takes long.
+                sys.settrace(None)
                 self._action()
+                return None
         return self._trace
 
 
