@@ -200,8 +200,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "4"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 4)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS", "5"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 5)",
     )
     return parser.parse_known_args()
 
@@ -260,6 +260,8 @@ def main() -> int:
             for number, (expected, selection) in enumerate(parts, 1):
                 name = f"{configuration.name}-{number}"
                 environment = configuration.environment(folder, servers.get(kind), name)
+                if configuration.name in options.short:
+                    environment["PYTHONDEVMODE"] = ""
                 environment |= engines[engine]
                 run = Run(name, python, selection, environment, folder, expected)
                 runs.append(run)

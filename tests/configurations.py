@@ -122,6 +122,7 @@ OF_DIALECTS = {
     "demo",  # of what is recommended
     "observability",  # what is logged and counted
     "reentrant_code",  # every line of the package, under signals
+    "run_locked",  # processes and what they end with
     "telemetry",  # what is reported
     "user_projects",  # other projects' runners, with settings of their own
     "views",  # requests and responses
