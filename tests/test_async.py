@@ -253,6 +253,39 @@ def test_hundreds_time_out_at_a_slow_server(
     assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
 
 
+def test_hundreds_time_out_where_the_event_loop_lags(
+    backend: str,
+    lock: Locks,
+    opened: Open,
+    acquire: Leases,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor if the first one's answer comes in time, and the event loop lags behind."""
+    other.do(acquire, note="the import")
+    main, _ = waiters(lock, 200, timeout=0.2)
+    kind = type(backends[backend])
+    look = kind.look
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def look_while_the_loop_lags(*arguments: Any) -> Reading:
+        if loops:
+            loops.pop().call_soon_threadsafe(time.sleep, 2)
+        time.sleep(0.5)
+        return look(*arguments)
+
+    async def lagging() -> list[Any]:
+        loops.append(asyncio.get_running_loop())
+        monkeypatch.setattr(kind, "look", look_while_the_loop_lags)
+        results: list[Any] = await main(opened, asyncio.sleep(0))
+        return results
+
+    results = run(lagging())
+    assert {type(result) for result in results} == {LockTimeout}
+    assert {result.note for result in results} == {"the import"}
+    assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
+
+
 def test_first_come_first_served(lock: Locks, acquire: Leases) -> None:
     """Tasks of one process get the key in the order in which they asked for it."""
     lease = acquire()

@@ -118,16 +118,20 @@ class WaitQueue:
         """Note that nobody will look at the key for so long."""
         self._good_until = clock.monotonic() + seconds + NEWS
 
-    def last_seen(self) -> Reading | None:
+    def last_seen(self, give_up: float) -> Reading | None:
         """Return the latest reading, with the time that is left by now.
 
         ``None`` if there is none: nobody has asked yet, or the key has been released.
+
+        Args:
+            give_up: When the waiter's time is over. If it is, what was good until then
+                still is, however late the waiter comes for it.
         """
         if self._seen is None or self.freed:
             return None
         reading, at = self._seen
         now = clock.monotonic()
-        if now > self._good_until:
+        if min(now, give_up) > self._good_until:
             return None
         return replace(reading, remaining=reading.remaining - (now - at))
 

@@ -28,8 +28,11 @@ MAX_PAUSE = 5.0
 COUNTED = 0.25
 """Seconds after which the first of a queue shows that it waits, to be counted."""
 
-SHARED = 1.0
-"""Seconds that a waiter whose time is over waits for the first one's latest answer."""
+SHARED = 10
+"""Pauses that a waiter whose time is over makes for the first one's latest answer.
+
+Not seconds: an event loop that lags may have the answer and not have passed it on.
+"""
 
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
@@ -121,17 +124,22 @@ class _Wait:
     async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
         """Wait to be first in this process, then for the key."""
         attempt = self.attempt
+        if seen is not None:
+            queue.saw(seen)
         await self._until_first(queue, seen)
         if seen is None and clock.monotonic() >= attempt.give_up:
             # Its time is over: what the first waiter has seen is true for all.
-            seen = queue.last_seen()
-        if seen is None and (attempt.owner is not None or not attempt.held_here()):
-            found = await self.place.call(attempt.make)
-            if isinstance(found, Hold):
-                return found
-            seen = found
+            seen = queue.last_seen(attempt.give_up)
         if seen is None:
-            seen = await self.place.call(self._read)
+            if attempt.owner is not None or not attempt.held_here():
+                found = await self.place.call(attempt.make)
+                if isinstance(found, Hold):
+                    return found
+                seen = found
+            else:
+                seen = await self.place.call(self._read)
+            # At once: others may have no time left to wait for what follows.
+            queue.saw(seen)
         gate: Gate | None = None
         if queue.is_first(self.waiter):
             # In the thread whose connection says whether there may be a gate.
@@ -154,17 +162,19 @@ class _Wait:
         """Wait for this waiter's turn, or for an answer if its time is over first."""
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
+        pauses = SHARED
         while not queue.is_first(self.waiter):
             self.attempt.had_to_wait = True
             left = give_up - clock.monotonic()
             if left > 0:
                 woken = await self.place.pause(self.waiter, min(left, longest))
-            elif seen or queue.last_seen() or left < -SHARED:
+            elif seen or queue.last_seen(give_up) or not pauses:
                 return
             else:
                 # The first one is asking; hundreds must not ask the same.
+                pauses -= 1
                 woken = await self.place.pause(self.waiter, LONGEST_PAUSE)
-            news = queue.last_seen()
+            news = queue.last_seen(give_up)
             if news is not None and explicit is not None and news.owner == explicit:
                 # Its owner has got the key meanwhile.
                 return
@@ -182,7 +192,6 @@ class _Wait:
         """Look at the key until it is free and an attempt succeeds."""
         attempt = self.attempt
         attempt.had_to_wait = True
-        queue.saw(seen)
         known, known_since = seen.version, clock.monotonic()
         told = False
         while True:
