@@ -130,7 +130,12 @@ def _uwsgi() -> Iterator[checks.CheckMessage]:
             "uWSGI runs no threads here: leases are not renewed.",
             "Start uWSGI with --enable-threads.",
         )
-    elif not options & {"py-call-osafterfork", "lazy-apps", "lazy"}:
+    # Without a master the only worker is the process that has loaded the code.
+    elif ("master" in options or getattr(uwsgi, "numproc", 2) > 1) and not options & {
+        "py-call-osafterfork",
+        "lazy-apps",
+        "lazy",
+    }:
         yield warning(
             "W006",
             "uWSGI doesn't tell Python that it has forked: where its master has used "

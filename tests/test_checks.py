@@ -455,21 +455,29 @@ def test_using_settles_it(settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "good"),
+    ("options", "processes", "good"),
     [
-        ({}, False),
-        ({"http": b":8000"}, False),
-        ({"py-call-osafterfork": True}, False),
-        ({"enable-threads": True}, False),
-        ({"enable-threads": True, "py-call-osafterfork": True}, True),
-        ({b"enable-threads": True, b"lazy-apps": True}, True),
+        ({}, 4, False),
+        ({}, 1, False),
+        ({"http": b":8000"}, 4, False),
+        ({"py-call-osafterfork": True}, 4, False),
+        ({"enable-threads": True}, None, False),
+        ({"enable-threads": True}, 4, False),
+        ({"enable-threads": True}, 1, True),
+        ({"enable-threads": True, "master": True}, 1, False),
+        ({"enable-threads": True, "py-call-osafterfork": True}, 4, True),
+        ({b"enable-threads": True, b"master": True, b"lazy-apps": True}, 4, True),
     ],
     ids=str,
 )
-def test_uwsgi(monkeypatch: pytest.MonkeyPatch, options: Any, good: bool) -> None:
+def test_uwsgi(
+    monkeypatch: pytest.MonkeyPatch, options: Any, processes: int | None, good: bool
+) -> None:
     """W006: uWSGI without threads, or whose forks Python isn't told of."""
     module: Any = ModuleType("uwsgi")
     module.opt = options
+    if processes is not None:
+        module.numproc = processes
     monkeypatch.setitem(sys.modules, "uwsgi", module)
     if good:
         assert found() == []

@@ -250,6 +250,26 @@ def test_news_wait_for_a_thread(no_threads: pytest.MonkeyPatch) -> None:
     assert told.wait(DEADLINE)
 
 
+def test_settling_starts_what_waits_for_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits until all have been told also waits for a thread that can tell."""
+    start, refused = threading.Thread.start, [None] * 3
+
+    def start_at_last(self: threading.Thread) -> None:
+        if refused:
+            refused.pop()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_at_last)
+    told = threading.Event()
+    news.apart(told.set)
+    assert news.pending
+    news.settle(DEADLINE)
+    assert told.is_set()
+
+
 def test_no_thread_to_renew(
     no_threads: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

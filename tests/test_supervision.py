@@ -20,6 +20,7 @@ from django.db import connections
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
+from dblocks.supervision.sentinel import now
 from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
 from dblocks.test import hold_elsewhere
@@ -479,6 +480,23 @@ def test_wrapper_stopped(commands: Commands, key: str) -> None:
     assert status == 76, err
     assert "the lease is lost" in err
     assert lease.release() is True
+
+
+def test_killed_before_the_end(
+    shared: None, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is killed early enough to be gone when the lease is over."""
+    original = Supervisor._instruct
+    margins: list[float] = []
+
+    def instruct(self: Supervisor) -> None:
+        original(self)
+        margins.append(now() + self.lease.remaining() - self.deadline)
+
+    monkeypatch.setattr(Supervisor, "_instruct", instruct)
+    assert run(key, "--lease", "6", "--kill-after", "1", "--", "true") == 0
+    assert margins
+    assert min(margins) > 0.09
 
 
 def test_stopped_wrapper_terminates_first(commands: Commands, key: str) -> None:

@@ -97,9 +97,10 @@ def settle(seconds: float) -> None:
     """
     until = clock.monotonic() + seconds
     # A thread that is only just being started can't be joined.
-    while clock.monotonic() < until and any(
-        thread.name == NEWS for thread in threading.enumerate()
+    while clock.monotonic() < until and (
+        pending or any(thread.name == NEWS for thread in threading.enumerate())
     ):
+        start_pending()
         time.sleep(0.01)
 
 

@@ -21,6 +21,9 @@ POLL = 0.5
 LAST_LOOKS = 0.02
 """The same once the command has ended: not every leftover's end sends a signal."""
 
+ENDING = 0.1
+"""Seconds that a killed group has to end before the key can be granted to others."""
+
 STARTING = 15.0
 """Seconds within which each of the two helper programs must be ready."""
 
@@ -33,9 +36,10 @@ class Supervisor:
 
     The group gets every signal that this process gets. When a lease is lost, or has
     less than ``kill_after`` seconds left because renewals fail, the group gets SIGTERM;
-    and SIGKILL when ``kill_after`` or the lease is over, whichever comes first.
-    ``lease.remaining()`` ends before the database would grant the key again. When the
-    lock is asked for, the group gets SIGTERM, once, and all the time that it needs.
+    and SIGKILL when ``kill_after`` is over or the lease is about to be, whichever comes
+    first. ``lease.remaining()`` ends before the database would grant the key again.
+    When the lock is asked for, the group gets SIGTERM, once, and all the time that it
+    needs.
 
     Attributes:
         kill_after: Seconds between SIGTERM and SIGKILL.
@@ -167,13 +171,13 @@ class Supervisor:
     def _instruct(self) -> None:
         """Tell the sentinel when the lease ends."""
         # In this order, so that a pause between the two errs early.
-        deadline = now() + self.lease.remaining()
-        if deadline > self.deadline:
-            self.deadline = deadline
+        end = now() + self.lease.remaining()
+        margin = min(ENDING, self.kill_after / 4)
+        if end - margin > self.deadline:
+            self.deadline = end - margin
             # So that the sentinel terminates only if this process hasn't.
-            late = min(0.1, self.kill_after / 4)
-            self.term_at = deadline - self.kill_after + late
-            self.sentinel.order(self.group.id, self.term_at, deadline)
+            self.term_at = end - self.kill_after + margin
+            self.sentinel.order(self.group.id, self.term_at, self.deadline)
 
     def _replace_sentinel(self) -> None:
         self.say("the sentinel process has died: starting another")
