@@ -19,7 +19,7 @@ import pytest
 from django.db import connections
 
 from tests.faults.history import WHATS, Event
-from tests.support.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually, starved
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -41,6 +41,8 @@ class Member:
         self.ended = False
         #: When it was stopped, and when it was told to go on.
         self.pauses: list[tuple[float, float]] = []
+        #: How long it had been without a processor when it was told to go on.
+        self.starved: dict[float, float] = {}
         self._stopped: float | None = None
 
     def saw(self, event: str) -> Told | None:
@@ -71,7 +73,9 @@ class Member:
 
     def resume(self) -> None:
         if self._stopped is not None:
-            self.pauses.append((self._stopped, time.monotonic()))
+            resumed = time.monotonic()
+            self.starved[resumed] = starved(self.pid)
+            self.pauses.append((self._stopped, resumed))
             self._stopped = None
         if not self.ended:
             os.kill(self.pid, signal.SIGCONT)
@@ -85,7 +89,8 @@ class Member:
     def deadline(self, loss: Told) -> float | None:
         """Return the moment by which it had to tell of a loss, if that is known.
 
-        Who was stopped at that moment can tell when it goes on.
+        Who was stopped at that moment can tell when it goes on, and later if it then
+        is without a processor.
         """
         deadline: float | None = loss["deadline"]
         for stopped, resumed in self.pauses:
@@ -93,7 +98,7 @@ class Member:
                 continue
             over = resumed - stopped >= loss["lease"]
             if over if deadline is None else stopped <= deadline <= resumed:
-                return resumed
+                return resumed + loss["starved"] - self.starved[resumed]
         return deadline
 
     def kill(self) -> float:

@@ -139,7 +139,9 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
     assert loss["deadline"] < resumed
     deadline = holder.deadline(loss)
     assert deadline is not None
-    assert stopped + 1.5 < deadline <= resumed
+    without = loss["starved"] - holder.starved[holder.pauses[0][1]]
+    assert 0 <= without < loss["after"]
+    assert stopped + 1.5 < deadline - without <= resumed
 
 
 @pytest.mark.parametrize(
@@ -151,14 +153,18 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
         ({"deadline": None, "lease": 1.5}, None),
         ({"deadline": None, "before": 2.5}, None),
         ({"deadline": 2.5, "after": 2.7}, 2.5),
+        ({"deadline": None, "starved": 5.5}, 4.5),
     ],
-    ids=["later", "meanwhile", "over", "not over", "granted later", "told before"],
+    ids=[
+        *("later", "meanwhile", "over", "not over", "granted later", "told before"),
+        "without a processor",
+    ],
 )
 def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:
     """Only a pause in which a lease ran out excuses who tells of it late."""
     member = Member.__new__(Member)
-    member.pauses = [(2.0, 3.0)]
-    whole = {"before": 1.0, "after": 6.0, "lease": 0.5, **loss}
+    member.pauses, member.starved = [(2.0, 3.0)], {3.0: 4.0}
+    whole = {"before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0, **loss}
     assert member.deadline(whole) == deadline
 
 

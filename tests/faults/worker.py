@@ -45,6 +45,7 @@ from django.db import (
 from django.db.models import F
 
 from tests.faults import children
+from tests.support.timing import starved
 
 WHO = 0
 
@@ -154,6 +155,7 @@ def tell_loss(taken: Any, length: float, watched: bool, deaf: float) -> None:
             reason=lost.lost_reason,
             before=granted,
             after=time.monotonic(),
+            starved=starved(),
             deadline=OVER.get(lost) if over else None,
             lease=length,
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -62,3 +63,12 @@ def takes(at_least: float = 0.0, at_most: float = DEADLINE) -> Iterator[None]:
     yield
     elapsed = time.monotonic() - started
     assert at_least <= elapsed <= at_most, f"took {elapsed:.3f} s"
+
+
+def starved(process: int | str = "self") -> float:
+    """Seconds for which threads of a process were ready to run and had no processor."""
+    nanoseconds = 0
+    for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9
