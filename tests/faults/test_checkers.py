@@ -16,8 +16,9 @@ from tests.faults.crew import Crew, Member
 from tests.faults.history import check, lost_updates
 from tests.faults.kinds import Asked, grants_in, row_of
 from tests.faults.kinds import kinds as each_kind
+from tests.support import timing
 from tests.support.factories import AccountFactory, let_expire
-from tests.support.timing import DEADLINE
+from tests.support.timing import DEADLINE, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -166,6 +167,16 @@ def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:
     member.pauses, member.starved = [(2.0, 3.0)], {3.0: 4.0}
     whole = {"before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0, **loss}
     assert member.deadline(whole) == deadline
+
+
+def test_planted_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on time is missed by who sleeps, not by who had no processor."""
+    with pytest.raises(AssertionError, match="took 0"), takes(at_most=0.05):
+        time.sleep(0.9)
+    waited = iter([1.0, 2.0])
+    monkeypatch.setattr(timing, "starved", lambda: next(waited))
+    with takes(at_most=0.05):
+        time.sleep(0.1)
 
 
 def test_planted_error(crew: Crew, key: str) -> None:
