@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -247,16 +248,13 @@ class Telemetry:
             return
         mine.reports = True
         try:
-            while self._due:
-                try:
+            with suppress(IndexError):
+                while True:
                     report, facts = self._due.popleft()
-                except IndexError:
-                    # Another thread was faster.
-                    break
-                try:
-                    report(*facts)
-                except Exception:
-                    _tell_failure()
+                    try:
+                        report(*facts)
+                    except Exception:
+                        _tell_failure()
         finally:
             mine.reports = False
 

@@ -84,11 +84,9 @@ def permits(value: object, *, of_one: bool) -> int:
     return number
 
 
-def key_of_permits(value: str, permits: int) -> str:
-    """Return a key that has room for the numbers of its permits."""
-    if permits > 1:
-        _row_key(value, permits - 1, f"permits={permits}")
-    return value
+def key_of_permits(value: str, permits: int) -> None:
+    """Refuse a key that has no room for the numbers of its permits."""
+    _row_key(value, permits - 1, f"permits={permits}")
 
 
 def key_of_row(value: object, permit: object) -> str:

@@ -81,8 +81,11 @@ def test_in_one_order(together: Together, names: list[str]) -> None:
             assert current_lease() is leases
             assert current_lease(names[0]) is leases[names[0]]
             assert len({lease.owner for lease in leases.values()}) == 1
+            assert repr(leases) == f"<Leases {', '.join(map(repr, leases))} held>"
+            assert leases not in ({}, dict(leases))
         assert not leases.held
         assert leases.lost_reason is None
+        assert repr(leases).endswith(" released>")
 
 
 def test_equal_keys_count_once(together: Together, key: str) -> None:

@@ -20,6 +20,8 @@ from django.db import connections
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
+from dblocks.supervision import supervisor
+from dblocks.supervision.group import StartError
 from dblocks.supervision.sentinel import now
 from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
@@ -547,6 +549,33 @@ def test_dead_sentinel_is_replaced(commands: Commands, key: str) -> None:
     time.sleep(0.3)  # it may have been born this moment
     process.kill()
     gone(pid, within=SLACK)
+
+
+def test_sentinel_that_cant_be_replaced(
+    shared: None,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """That is said, and the command goes on."""
+    made: list[object] = []
+
+    class Dead(supervisor.Sentinel):
+        def __init__(self) -> None:
+            if made:
+                raise StartError("no process could be started: too many")
+            made.append(self)
+            super().__init__()
+
+        def alive(self) -> bool:
+            return False
+
+    monkeypatch.setattr(supervisor, "Sentinel", Dead)
+    assert run(key, "--", "sh", "-c", "exit 7") == 7
+    err = capfd.readouterr().err
+    assert "the sentinel process has died: starting another" in err
+    assert "no process could be started: too many" in err
+    assert not distributed_lock(key).locked()
 
 
 def test_status_after_the_sentinel_was_replaced(commands: Commands, key: str) -> None:

@@ -68,14 +68,12 @@ class _Descriptor:
     @classmethod
     def take(cls, path: str) -> _Descriptor:
         idle = _idle.setdefault(path, deque())
-        while idle:
-            try:
+        with suppress(IndexError):
+            while True:
                 descriptor = idle.pop()
-            except IndexError:
-                break
-            if descriptor.is_current():
-                return descriptor
-            descriptor.close()
+                if descriptor.is_current():
+                    return descriptor
+                descriptor.close()
         return cls(path)
 
     def is_current(self) -> bool:
