@@ -24,7 +24,7 @@ from rest_framework.exceptions import ValidationError
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from dblocks import LeaseLost, current_lease, distributed_lock
+from dblocks import LeaseLost, clock, current_lease, distributed_lock
 from dblocks import transaction_lock as row_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
@@ -335,8 +335,10 @@ def test_marked_for_rollback(
     """A transaction that will be rolled back isn't guarded; a loss is still told."""
     in_view.append(lambda: transaction.set_rollback(True))
     if lost:
+        # In the view, however long it took to get there.
+        in_view.append(lambda: clock.advance(31))
         in_view.append(lambda: eventually(lambda: not current_lease(key).held))
-    view = make(distributed_lock(key, lease=0.2 if lost else 30, renew=False))
+    view = make(distributed_lock(key, lease=30, renew=False))
     client = site.serve(view)
     with CaptureQueriesContext(connection) as queries:
         response = client.get("/", headers={"accept": "application/json"})
