@@ -58,7 +58,7 @@ class LockTimeout(LockError):
         self.holder = holder
         self.note = note
         self.acquired_at = acquired_at
-        self.retry_after = max(0.0, retry_after)
+        self.retry_after: float = max(0.0, retry_after)
         super().__init__(key)
 
     def __str__(self) -> str:

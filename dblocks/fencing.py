@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import connections, models, router, transaction
 from django.db.models import F
@@ -75,6 +75,11 @@ class FencedQuerySet(models.QuerySet[Any]):
         return len(pks)
 
 
+if TYPE_CHECKING:
+    # What as_manager() makes, for type checkers that can't look into it.
+    class _FencedManager(FencedQuerySet, models.Manager[Any]): ...
+
+
 class FencedModel(models.Model):
     """An abstract model whose rows remember the greatest fencing token they have seen.
 
@@ -91,9 +96,11 @@ class FencedModel(models.Model):
             report.save(fence=lease)
     """
 
-    fencing_token = FencingTokenField(default=0, editable=False)
+    fencing_token: models.BigIntegerField[Any, int] = FencingTokenField(
+        default=0, editable=False
+    )
 
-    objects = FencedQuerySet.as_manager()
+    objects: ClassVar[_FencedManager] = FencedQuerySet.as_manager()  # type: ignore[assignment]
 
     class Meta:
         abstract = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import connections, models
 from django.db.models import Case, F, Q, Value, When
@@ -16,14 +16,7 @@ from . import interventions, transaction_locks, validation
 from .backends.database import dialects, session_locks, table
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
-from .backends.values import (
-    PINNED_GRACE,
-    Grant,
-    Reading,
-    Renewal,
-    Request,
-    Waiters,
-)
+from .backends.values import PINNED_GRACE, Grant, Reading, Renewal, Request, Waiters
 from .conf import DEFAULT_ALIAS, backends
 from .permits import apart
 from .signals import announce_force_release, log_request
@@ -351,11 +344,19 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         return row
 
 
-class LockManager(models.Manager.from_queryset(LockQuerySet)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    # What from_queryset() makes, for type checkers that can't look into it.
+    class _Manager(LockQuerySet, models.Manager["DistributedLock"]):
+        def get_queryset(self) -> LockQuerySet: ...
+else:
+    _Manager = models.Manager.from_queryset(LockQuerySet)
+
+
+class LockManager(_Manager):
     """The manager of the lock table, on the database of ``DBLOCKS["default"]``."""
 
     def get_queryset(self) -> LockQuerySet:
-        rows: LockQuerySet = super().get_queryset()
+        rows = super().get_queryset()
         backend = backends[DEFAULT_ALIAS]
         if self._db is None and backend.has_table:
             rows = rows.using(backend.using)
@@ -399,7 +400,7 @@ class DistributedLock(models.Model):
         _("release requested"), null=True, blank=True
     )
 
-    objects = LockManager()
+    objects: ClassVar[LockManager] = LockManager()
 
     if TYPE_CHECKING:
         state: str

@@ -104,8 +104,8 @@ class TransactionLock:
         skip_locked: bool,
         backend: str,
     ) -> None:
-        self.keys = validation.named(keys)
-        self.backend = validation.text("backend", backend)
+        self.keys: tuple[Key, ...] = validation.named(keys)
+        self.backend: str = validation.text("backend", backend)
         self._wait = validation.row_wait(nowait, skip_locked, timeout)
         self._entered = threading.local()
         self._is_literal = True
