@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import select
 import signal
 import subprocess  # noqa: F401 - before it misses what is hidden
 import sys
@@ -26,10 +27,14 @@ NAMES: dict[ModuleType, tuple[str, ...]] = {
         *("ctermid", "fork", "forkpty", "register_at_fork", "sched_getaffinity"),
         *("getpgid", "getpgrp", "killpg", "setpgid", "setsid", "tcgetpgrp"),
         *("geteuid", "getuid", "uname", "wait", "waitid", "O_CLOEXEC", "WNOHANG"),
+        *("fchown", "pipe2", "posix_spawn", "tcsetpgrp", "O_NOCTTY", "WIFSTOPPED"),
+        *("WSTOPSIG", "WUNTRACED"),
     ),
+    select: ("epoll", "poll"),
     signal: (
         *("SIGALRM", "SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGQUIT"),
         *("SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGUSR1", "SIGWINCH"),
+        *("SIGXFSZ", "SIG_BLOCK", "SIG_SETMASK"),
         *("alarm", "pause", "pthread_sigmask", "setitimer", "sigwait"),
     ),
     time: ("clock_gettime", "CLOCK_BOOTTIME", "CLOCK_MONOTONIC"),

@@ -65,3 +65,23 @@ with distributed_lock("a"):
         check=False,
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it has these locks")
+def test_file_locks_are_of_linux() -> None:
+    """A system that names them the same lays out their structure in another way."""
+    code = (
+        "import sys, django.db.models; {}\n"
+        "from dblocks.backends.database import file_locks\n"
+        "print(file_locks.AVAILABLE)"
+    )
+    for pretend, available in ("", "True"), ("sys.platform = 'darwin'", "False"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(pretend)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert done.stdout.strip() == available, done.stderr

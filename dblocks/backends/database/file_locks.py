@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections import deque
@@ -40,7 +41,12 @@ logger = logging.getLogger("dblocks")
 SUFFIX = "-dblocks"
 """What follows the database's name in the name of the file."""
 
-AVAILABLE = hasattr(fcntl, "F_OFD_SETLK") and struct.calcsize("P") == 8
+AVAILABLE = (
+    # Elsewhere ``struct flock`` has another layout.
+    sys.platform == "linux"
+    and hasattr(fcntl, "F_OFD_SETLK")
+    and struct.calcsize("P") == 8
+)
 
 KEPT_IDLE = 8
 """The most descriptors of a file that are kept for later gates."""
