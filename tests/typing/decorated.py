@@ -1,4 +1,4 @@
-"""Checked by mypy alone: what type checkers make of decorated functions."""
+"""Checked by mypy and pyright alone: what type checkers make of decorated functions."""
 
 from __future__ import annotations
 
