@@ -400,6 +400,14 @@ def test_where_keys_break(key: str, parts: list[str]) -> None:
     )
 
 
+def test_where_notes_break(operator: Client) -> None:
+    """So is a note, which is often the dotted name of a function."""
+    LockFactory(key="k", held=True, note="shop.tasks.report")
+    for address in LIST, page_of("k"):
+        page = operator.get(address).rendered_content
+        assert '<bdi class="dblocks-text">shop.<wbr>tasks.<wbr>report</bdi>' in page
+
+
 def test_permit_in_the_list_and_on_the_page(operator: Client) -> None:
     """Key and permit stand apart; a plain lock has no permit."""
     LockFactory(key="job\x1f12", held=True)

@@ -78,9 +78,18 @@ _BREAK = re.compile(rf"(?<=[{_SEPARATORS}])(?=[^{_SEPARATORS}])")
 
 def isolated_key(key: str) -> SafeString:
     """Return a key as isolated text that may be wrapped after its separators."""
-    parts = ((part,) for part in _BREAK.split(key))
+    return _wrapped(key, "key")
+
+
+def isolated_note(note: str) -> SafeString:
+    """Return a note, mostly the dotted name of a function, in the same way."""
+    return _wrapped(note, "text")
+
+
+def _wrapped(text: str, kind: str) -> SafeString:
+    parts = ((part,) for part in _BREAK.split(text))
     breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)
-    return format_html('<bdi class="dblocks-key">{}</bdi>', breakable)
+    return format_html('<bdi class="dblocks-{}">{}</bdi>', kind, breakable)
 
 
 def small(main: SafeString, *below: str | None) -> SafeString:

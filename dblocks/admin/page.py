@@ -37,6 +37,7 @@ from .formats import (
     exact,
     isolated,
     isolated_key,
+    isolated_note,
     small,
     time_element,
 )
@@ -131,7 +132,9 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         if lock.permit is not None:
             number = format_html('<span class="dblocks-permit">{}</span>', lock.permit)
             permit = format_html(_("permit {number}"), number=number)
-        note = isolated(Truncator(lock.note).chars(MAX_NOTE)) if lock.note else None
+        note = (
+            isolated_note(Truncator(lock.note).chars(MAX_NOTE)) if lock.note else None
+        )
         return small(self.shown_key(lock), permit, note)
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
@@ -174,7 +177,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("note"))
     def shown_note(self, lock: DistributedLock) -> SafeString:
-        return isolated(lock.note) if lock.note else self.get_empty_value_display()
+        return isolated_note(lock.note) if lock.note else self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("held since"), ordering="acquired_at")
     def since(self, lock: Any) -> SafeString | None:
