@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import string
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -237,12 +238,22 @@ class _Anything:
         return ""
 
 
+# From Python 3.14 on, annotations are evaluated when they are asked for, and may name
+# what only type checkers import.
+_UNRESOLVED: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    _UNRESOLVED["annotation_format"] = Format.FORWARDREF
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, below decorators that keep it."""
     inner = inspect.unwrap(function, stop=_wraps_something_else)
     if isinstance(inner, partial) and not inner.args and not inner.keywords:
-        return inspect.signature(inner.func)
-    return inspect.signature(inner, follow_wrapped=not hasattr(inner, "__wrapped__"))
+        return inspect.signature(inner.func, **_UNRESOLVED)
+    follow = not hasattr(inner, "__wrapped__")
+    return inspect.signature(inner, follow_wrapped=follow, **_UNRESOLVED)
 
 
 def _wraps_something_else(function: Any) -> bool:
