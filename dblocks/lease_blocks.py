@@ -25,7 +25,6 @@ from .backends.base import BaseBackend
 from .backends.database import transactions
 from .exceptions import LeaseLost
 from .holding.holds import PATIENCE, RELEASED, Hold
-from .holding.sets import release_together
 from .waiting.threads import call_in_thread
 from .waiting.wait import log_lapse
 
@@ -258,14 +257,9 @@ class LeaseBlock(ABC):
         except self._backend.errors as error:
             self._log_lapse(error)
 
+    @abstractmethod
     def _release_now(self) -> bool:
         """Give it back without regard to the transactions of this thread."""
-        closed = [each for each in self._each() if each._close()]
-        held = release_together([each._hold for each in closed], self._committed)
-        for lease, was_held in zip(closed, held, strict=True):
-            if was_held and not lease._hold.counted:
-                lease._tell_released()
-        return len(held) == len(self._each()) and all(held)
 
     def _forsake(self) -> None:
         """Give up what is still open without a word to the engine: it lapses."""

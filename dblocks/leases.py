@@ -11,6 +11,7 @@ from typing import Any, overload
 from . import clock, signals
 from .holding import news, owners
 from .holding.holds import RELEASED, Hold, nobody
+from .holding.sets import release_together
 from .lease_blocks import LeaseBlock
 
 logger = logging.getLogger("dblocks")
@@ -65,6 +66,14 @@ class Lease(LeaseBlock):
         except KeyError:
             return False
         return True
+
+    def _release_now(self) -> bool:
+        if not self._close():
+            return False
+        held = self._hold.release(self._committed)
+        if held and not self._hold.counted:
+            self._tell_released()
+        return held
 
     @property
     def key(self) -> str:
@@ -149,6 +158,14 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
     @property
     def _open(self) -> bool:
         return any(lease._open for lease in self._in_order)
+
+    def _release_now(self) -> bool:
+        closed = [lease for lease in self._in_order if lease._close()]
+        held = release_together([lease._hold for lease in closed], self._committed)
+        for lease, was_held in zip(closed, held, strict=True):
+            if was_held and not lease._hold.counted:
+                lease._tell_released()
+        return len(held) == len(self._in_order) and all(held)
 
     def __getitem__(self, key: str) -> Lease:
         return self._leases[key]

@@ -334,16 +334,15 @@ class BaseBackend(ABC):
 
     # Tests
 
-    def renewal_bar(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether a renewal would harm this thread's work.
+    def binding(self) -> tuple[object, Callable[[], bool] | None]:
+        """Return what binds a grant of this thread, if anything does.
 
-        Other threads call it, for as long as what is acquired here is held.
+        Returns:
+            The connection of a ``TestCase``, and a function that tells whether a
+            renewal would harm this thread's work. Other threads call that, for as long
+            as what is acquired here is held.
         """
-        return None
-
-    def test_connection(self) -> object:
-        """Return the connection to which a ``TestCase`` binds a grant, if any."""
-        return None
+        return None, None
 
     def is_in_test_case(self) -> bool:
         """Tell whether a ``TestCase`` in any thread wraps work on this engine."""

@@ -112,6 +112,12 @@ class Hold:
         ref: What the registry knows it by.
     """
 
+    failing = False
+    counted = 1
+    written = 1
+    ref: weakref.ref[Hold] | None = None
+    _lost_at: float | None = None
+
     def __init__(self, claim: Claim, granted: Granted, sent: float) -> None:
         self.backend = claim.backend
         self.grant = granted.grant
@@ -124,22 +130,16 @@ class Hold:
         self.template = claim.template
         self.started = sent
         self.limit = sent + granted.limit
-        self.failing = False
-        self.counted = 1
-        self.written = 1
         self.promised: Callable[[], Claim | None] = weakref.ref(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
-        self.renewal_bar = claim.backend.renewal_bar()
-        self.test_connection = claim.backend.test_connection()
-        self.ref: weakref.ref[Hold] | None = None
+        self.test_connection, self.renewal_bar = claim.backend.binding()
         self.loss_callbacks: Callbacks = deque()
         self.request_callbacks: Callbacks = deque()
         self._requests: dict[str, object] = {}
         self.mutex = threading.RLock()
         #: Filled once, by the first to end it. No mutex: the timer must never wait.
         self._end: dict[str, list[str]] = {}
-        self._lost_at: float | None = None
         self.deadline = sent + min(terms.lease, granted.limit) - terms.margin
         self.renew_at = sent + terms.interval if terms.renew else float("inf")
 

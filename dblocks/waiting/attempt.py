@@ -129,7 +129,8 @@ class Attempt(Claim):
 
         Another connection would wait for the test's transaction.
         """
-        if hold.test_connection is self.backend.test_connection() or not hold.is_live():
+        test_connection, _ = self.backend.binding()
+        if hold.test_connection is test_connection or not hold.is_live():
             return None
         return Reading(
             owner=hold.grant.owner,

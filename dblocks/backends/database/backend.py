@@ -96,23 +96,22 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     # The verbs
 
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
-        using = self.using
+        own = connections[self.using]
         keys = row_keys(request.key, request.permits)
-        if self._are_a_tests(keys):
+        if self._are_a_tests(own, keys):
             return Reading()
         again = permit_rows.take_again if request.permits > 1 else None
         try:
-            least = self._least(patience)
-            answer = self._run(self._take, request, patience=least, again=again)
+            answer = self._run(own, self._take, request, patience=patience, again=again)
         except OperationalError as error:
-            if not self._is_busy(error):
+            if not _is_busy(own, error):
                 raise
             # Another transaction has the write lock, perhaps for this very key.
             answer = self.look(keys, 0.0)
-        self._note_test(*keys)
-        warn_of_snapshot(using)
+        self._note_test(own, keys)
+        warn_of_snapshot(own)
         if isinstance(answer, Reading) and answer.remaining <= 0:
-            transactions.refuse_own_row_lock(using, request.key)
+            transactions.refuse_own_row_lock(own.alias, request.key)
         return answer
 
     def _take(self, connection: Connection, request: Request) -> Granted | Reading:
@@ -126,23 +125,24 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
-        using = self.using
-        if self._are_a_tests(keys):
+        own = connections[self.using]
+        if self._are_a_tests(own, keys):
             return None
         try:
             answer = self._run(
+                own,
                 self._take_all,
                 request,
                 keys,
-                patience=self._least(patience),
+                patience=patience,
                 again=several_rows.take_again,
             )
         except OperationalError as error:
-            if not self._is_busy(error):
+            if not _is_busy(own, error):
                 raise
             return None
-        self._note_test(*keys)
-        warn_of_snapshot(using)
+        self._note_test(own, keys)
+        warn_of_snapshot(own)
         return answer
 
     def _take_all(
@@ -154,56 +154,59 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         return several_rows.take(connection, request, keys)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
-        least = self._least(patience)
+        own = connections[self.using]
         try:
-            return self._run(table.reenter, renewal, count, patience=least)
+            return self._run(own, table.reenter, renewal, count, patience=patience)
         except OperationalError as error:
-            if not self._is_busy(error):
+            if not _is_busy(own, error):
                 raise
             # The owner has the key; the row can be written some other time.
             return Renewed()
 
-    def _least(self, patience: float) -> float:
-        return max(patience, dialects.known(connections[self.using]).patience)
-
-    def _is_busy(self, error: Exception) -> bool:
-        """Tell whether others kept SQLite busy all that time."""
-        return dialects.known(connections[self.using]).is_busy(error)
-
     def read(self, key: str) -> Reading | None:
-        return self._run(table.read, key, writes=False)
+        return self._run(connections[self.using], table.read, key, writes=False)
 
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
-        least = None if patience is None else self._least(patience)
-        return self._run(table.read_all, keys, writes=False, patience=least)
+        own = connections[self.using]
+        return self._run(own, table.read_all, keys, writes=False, patience=patience)
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
             in_test = transactions.in_test_case(connection)
             return table.renew(connection, renewals, overdue=in_test)
 
-        return run(self.using, renew)
+        return run(connections[self.using], renew)
 
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         again = partial(table.release_again, deadline=deadline)
-        return self._run(table.release, grant, count, again=again)
+        own = connections[self.using]
+        return self._run(own, table.release, grant, count, again=again)
 
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
         again = partial(several_rows.release_again, deadline=deadline)
-        return self._run(several_rows.release, grants, count, again=again)
+        own = connections[self.using]
+        return self._run(own, several_rows.release, grants, count, again=again)
 
     def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
-        self._run(several_rows.undo, grants)
+        self._run(connections[self.using], several_rows.undo, grants)
 
-    def _run(self, operation: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        using = self.using
-        if self._owed and connections[using].in_atomic_block:
-            self._catch_up(connections[using])
-        return run(using, operation, *arguments, **options)
+    def _run(
+        self,
+        own: Connection,
+        operation: Callable[..., T],
+        *arguments: Any,
+        patience: float | None = None,
+        **options: Any,
+    ) -> T:
+        if self._owed and own.in_atomic_block:
+            self._catch_up(own)
+        if patience is not None:
+            patience = max(patience, dialects.known(own).patience)
+        return run(own, operation, *arguments, patience=patience, **options)
 
     # Queueing
 
@@ -224,13 +227,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     @property
     def is_local(self) -> bool:  # type: ignore[override]
         return not dialects.of(connections[self.using]).has_row_locks
-
-    def renewal_bar(self) -> Callable[[], bool] | None:
-        connection = connections[self.using]
-        if dialects.of(connection).has_row_locks:
-            return None
-        # A transaction that has read can't write once somebody else has written.
-        return partial(transactions.in_transaction, connection)
 
     @contextmanager
     def renewal_session(self) -> Iterator[Renewer]:
@@ -261,9 +257,12 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     # Tests
 
-    def test_connection(self) -> object:
-        connection = connections[self.using]
-        return connection if transactions.in_test_case(connection) else None
+    def binding(self) -> tuple[object, Callable[[], bool] | None]:
+        own, bar = connections[self.using], None
+        if not dialects.of(own).has_row_locks:
+            # A transaction that has read can't write once somebody else has written.
+            bar = partial(transactions.in_transaction, own)
+        return own if transactions.in_test_case(own) else None, bar
 
     def is_in_test_case(self) -> bool:
         return transactions.test_case_is_open(self.using)
@@ -276,12 +275,12 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     ) -> None:
         self._owed[renewal.grant] = connection, renewal, answer
 
-    def _note_test(self, *keys: str) -> None:
-        if transactions.in_test_case(connection := connections[self.using]):
-            place = connection, connection.atomic_blocks[0]
+    def _note_test(self, own: Connection, keys: Sequence[str]) -> None:
+        if transactions.in_test_case(own):
+            place = own, own.atomic_blocks[0]
             self._of_tests |= dict.fromkeys(keys, place)
 
-    def _are_a_tests(self, keys: Sequence[str]) -> bool:
+    def _are_a_tests(self, own: Connection, keys: Sequence[str]) -> bool:
         """Tell whether a row may be in the transaction of another thread's test.
 
         Inserting it would mean waiting for the end of that test.
@@ -293,16 +292,16 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         """
         transactions.transaction_is_open()
         for key in keys:
-            transactions.refuse_own_row_lock(self.using, key, certain=True)
-        return any(map(self._is_a_tests, keys))
+            transactions.refuse_own_row_lock(own.alias, key, certain=True)
+        return bool(self._of_tests) and any(self._is_a_tests(own, key) for key in keys)
 
-    def _is_a_tests(self, key: str) -> bool:
+    def _is_a_tests(self, own: Connection, key: str) -> bool:
         if key not in self._of_tests:
             return False
         connection, block = self._of_tests[key]
         blocks = connection.atomic_blocks
         if blocks and blocks[0] is block:
-            return connection is not connections[self.using]
+            return connection is not own
         self._of_tests.pop(key, None)
         return False
 
@@ -316,10 +315,15 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             answer(outcome)
 
     def move_clock(self, seconds: float) -> None:
-        run(self.using, table.make_older, seconds)
+        run(connections[self.using], table.make_older, seconds)
 
     def clear(self) -> None:
         locks = self._locks()
         for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             key, permit = apart(row)
             locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
+
+
+def _is_busy(connection: Connection, error: Exception) -> bool:
+    """Tell whether others kept SQLite busy all that time."""
+    return dialects.known(connection).is_busy(error)

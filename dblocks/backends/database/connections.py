@@ -258,17 +258,17 @@ def _discard(kept: dict[str, Connection], alias: str) -> None:
         close(connection)
 
 
-def _discard_if_idle(alias: str, used: Connection) -> None:
+def _discard_if_idle(own: Connection, used: Connection) -> None:
     """Close a connection that replaced an unusable one."""
-    idle = not _thread.is_own and not connections[alias].in_atomic_block
-    if idle and used is _thread.beside.get(alias):
-        _discard(_thread.beside, alias)
+    idle = not _thread.is_own and not own.in_atomic_block
+    if idle and used is _thread.beside.get(own.alias):
+        _discard(_thread.beside, own.alias)
 
 
-def _connection(alias: str, *, writes: bool) -> Connection:
+def _connection(connection: Connection, *, writes: bool) -> Connection:
+    alias = connection.alias
     if _thread.is_own:
         return _beside(alias)
-    connection = connections[alias]
     in_block = connection.in_atomic_block
     if writes and (in_block or _thread.pins) and not can_write(alias):
         raise TransactionManagementError(
@@ -323,7 +323,7 @@ def _put_away(spare: Connection, *, served: bool) -> None:
 
 
 def run(
-    alias: str,
+    own: Connection,
     operation: Callable[..., T],
     *arguments: Any,
     patience: float | None = None,
@@ -338,6 +338,7 @@ def run(
     found, because a new one would silently lack the session's settings.
 
     Args:
+        own: The thread's connection to the database.
         operation: Gets the connection and the arguments.
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
@@ -345,7 +346,7 @@ def run(
     started, attempt = time.monotonic(), 0
     busy = _thread.busy
     while True:
-        connection = _connection(alias, writes=writes)
+        connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
         connection = spare or connection
         busy.append(connection)
@@ -359,24 +360,24 @@ def run(
             dialect = dialects.known(connection)
             sits_out = dialect.sits_out(connection) if patience is None else patience
             give_up = started + sits_out
-            if not _may_repeat(alias, connection, error, give_up):
+            if not _may_repeat(own, connection, error, give_up):
                 raise
             lost = dialect.is_lost(error)
             if again is not None and (lost or isinstance(error, ReplyLost)):
                 operation = again
-            logger.debug("repeating database=%s error=%s", alias, error)
+            logger.debug("repeating database=%s error=%s", own.alias, error)
         finally:
             busy.remove(connection)
             if spare is not None:
                 _put_away(spare, served=served)
             elif _thread.beside:
-                _discard_if_idle(alias, connection)
+                _discard_if_idle(own, connection)
         attempt += 1
         time.sleep(dialect.pause(attempt))
 
 
 def _may_repeat(
-    alias: str, connection: Connection, error: Exception, give_up: float
+    own: Connection, connection: Connection, error: Exception, give_up: float
 ) -> bool:
     """Tell whether to repeat an operation; note a dead connection, to avoid it."""
     dialect = dialects.known(connection)
@@ -390,24 +391,24 @@ def _may_repeat(
         return dialect.is_transient(error)
     if connection.connection is None:
         return False
-    if connection is connections[alias]:
-        _thread.unusable[alias] = connection.connection
-    elif connection is _thread.beside.get(alias):
-        _discard(_thread.beside, alias)
+    if connection is own:
+        _thread.unusable[own.alias] = connection.connection
+    elif connection is _thread.beside.get(own.alias):
+        _discard(_thread.beside, own.alias)
     return True
 
 
 _snapshots_warned: set[str] = set()
 
 
-def warn_of_snapshot(alias: str) -> None:
+def warn_of_snapshot(connection: Connection) -> None:
     """Warn, once for each database, of a lock that is taken under an old snapshot.
 
     Whatever the transaction read before it took the lock stays as old as that.
     """
+    alias = connection.alias
     if alias not in _thread.beside or alias in _snapshots_warned:
         return
-    connection = connections[alias]
     if not transactions.in_transaction(connection):
         return
     level = dialects.of(connection).isolation(connection)

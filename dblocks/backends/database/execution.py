@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from django.db import IntegrityError
@@ -26,8 +27,12 @@ _NAMED = re.compile(r"%\((\w+)\)s")
 
 
 @cache
-def _positional(sql: str) -> tuple[str, tuple[str, ...]]:
-    return _NAMED.sub("%s", sql), tuple(_NAMED.findall(sql))
+def _positional(sql: str) -> tuple[str, Callable[[Values], Sequence[Any]]]:
+    """Return a statement with places for values, and what takes them from a dict."""
+    names = _NAMED.findall(sql)
+    if len(names) > 1:
+        return _NAMED.sub("%s", sql), itemgetter(*names)
+    return _NAMED.sub("%s", sql), lambda values: [values[name] for name in names]
 
 
 def _filled(dialect: Dialect, sql: str, values: Values) -> tuple[str, Any]:
@@ -38,8 +43,8 @@ def _filled(dialect: Dialect, sql: str, values: Values) -> tuple[str, Any]:
     """
     if dialect.fills_by_name:
         return sql, values
-    text, names = _positional(sql)
-    return text, [values[name] for name in names]
+    text, pick = _positional(sql)
+    return text, pick(values)
 
 
 def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int | None]:

@@ -110,7 +110,7 @@ class DatabaseGuards(BaseBackend):
         """
         connection = connections[self.using]
         try:
-            if run(self.using, table.touch_current, grants, patience=0.0):
+            if run(connection, table.touch_current, grants, patience=0.0):
                 return
         except DatabaseError as error:
             if not dialects.of(connection).has_lost_conflict(error):

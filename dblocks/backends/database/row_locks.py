@@ -195,7 +195,7 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         # its holder could not renew it.
         look = table.read_all if unseen else table.ensure_rows
         try:
-            found = run(connection.alias, look, wait.keys)
+            found = run(connection, look, wait.keys)
             if len(found) < len(wait.keys):
                 # The row was deleted during the wait. InnoDB may have locked its gap
                 # for this transaction, and nobody else could insert the row again.
@@ -320,7 +320,7 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     holder from releasing.
     """
     while True:
-        seen = wait.taken(run(connection.alias, table.read_all, wait.keys))
+        seen = wait.taken(run(connection, table.read_all, wait.keys))
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:

@@ -87,12 +87,13 @@ def _do_without(alias: str) -> None:
 
 def available(connection: Connection) -> bool:
     """Tell, without asking the database, whether it may have gates."""
+    dialect = dialects.of(connection)
     return (
-        dialects.of(connection).has_session_locks
+        dialect.has_session_locks
         and connection.alias not in _without
         # Django's setting for poolers that give each transaction another session.
         and not connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-        and not dialects.of(connection).waits_for_all(connection)
+        and not dialect.waits_for_all(connection)
         and not transactions.in_test_case(connection)
     )
 

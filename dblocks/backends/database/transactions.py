@@ -68,7 +68,11 @@ def transaction_is_open() -> bool:
     Raises:
         TransactionManagementError: Autocommit is off without ``atomic()``.
     """
-    for connection in connections.all(initialized_only=True):
+    for alias in connections:
+        # As connections.all(initialized_only=True), which takes twice as long.
+        connection = getattr(connections._connections, alias, None)  # type: ignore[attr-defined]
+        if connection is None:
+            continue
         if connection.in_atomic_block and connection.commit_on_exit:
             if in_transaction(connection):
                 return True

@@ -14,6 +14,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
 
+UNBOUNDED = nullcontext()
+"""Bounds nothing. One for all: making one takes longer than entering it."""
+
 Shape = Callable[..., str]
 """Makes a part of a statement from its parts."""
 
@@ -172,7 +175,7 @@ class Dialect:
 
         ``waited``: how long it has been repeated by now.
         """
-        return nullcontext()
+        return UNBOUNDED
 
     def pause(self, attempt: int) -> float:
         """Return the seconds before the next attempt, which follows so many."""
