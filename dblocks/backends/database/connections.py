@@ -305,13 +305,13 @@ def _would_use_pool(connection: Connection) -> bool:
 
 def _spare(connection: Connection) -> Connection | None:
     """Return a connection to use instead of one that can't be used."""
-    alias = connection.alias
-    if _would_use_pool(connection):
+    if connection.connection is None and _would_use_pool(connection):
         # Waiters must not use up the pool, and holders must be able to release.
+        alias = connection.alias
         return idle.find(alias) or separate_connection(alias)
     busy = _thread.busy
     if busy and connection in busy and dialects.of(connection).has_row_locks:
-        return separate_connection(alias)
+        return separate_connection(connection.alias)
     return None
 
 
@@ -343,7 +343,7 @@ def run(
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
     """
-    started, attempt = time.monotonic(), 0
+    started, waited, attempt = time.monotonic(), 0.0, 0
     busy = _thread.busy
     while True:
         connection = _connection(own, writes=writes)
@@ -351,7 +351,6 @@ def run(
         connection = spare or connection
         busy.append(connection)
         try:
-            waited = time.monotonic() - started
             with dialects.of(connection).waiting(connection, patience, waited):
                 result = operation(connection, *arguments)
             served = True
@@ -374,6 +373,7 @@ def run(
                 _discard_if_idle(own, connection)
         attempt += 1
         time.sleep(dialect.pause(attempt))
+        waited = time.monotonic() - started
 
 
 def _may_repeat(

@@ -47,8 +47,9 @@ def of(connection: Connection) -> Dialect:
 def known(connection: Connection) -> Dialect:
     """Return the dialect as far as it is known, without asking a server."""
     found: Dialect | None = connection.__dict__.get("_dblocks_dialect")
-    asked = _of_vendor(connection.vendor) or _servers.get(_server(connection))
-    return found or asked or MySQL()
+    if found is None:
+        found = _of_vendor(connection.vendor) or _servers.get(_server(connection))
+    return found or MySQL()
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -12,7 +12,7 @@ from django.db import OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
-from .base import Dialect
+from .base import UNBOUNDED, Dialect
 
 STARVED = 0.9
 """Seconds for which dblocks gives way to readers, with a rollback journal."""
@@ -90,7 +90,7 @@ class SQLite(Dialect):
         self, connection: Connection, patience: float | None, waited: float
     ) -> AbstractContextManager[object]:
         if connection.in_atomic_block:
-            return nullcontext()
+            return UNBOUNDED
         if connection.connection is None:
             connection.ensure_connection()
         if not _has_wal(connection):
@@ -98,7 +98,7 @@ class SQLite(Dialect):
             # writing: SQLite refuses their writes at once, and they fail. But if one
             # reader follows another, only such a wait ever succeeds.
             return busy_timeout(connection, 0.0 if waited < STARVED else 0.1)
-        return nullcontext() if patience is None else busy_timeout(connection, patience)
+        return UNBOUNDED if patience is None else busy_timeout(connection, patience)
 
     def pause(self, attempt: int) -> float:
         # SQLite itself looks ever less often, in the end ten times a second, and never
