@@ -530,6 +530,42 @@ def test_expired_session(
     assert other.do(theirs.release)
 
 
+def test_session_that_is_replaced_at_once(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease ends with the session that has asked for it, not with the next one."""
+    mine = session()
+    take, before = mine.take, mine.id
+
+    def replaced(*args: Any) -> Any:
+        taken = take(*args)
+        expire()
+        eventually(lambda: mine.client.connected and mine.id != before)
+        return taken
+
+    monkeypatch.setattr(mine, "take", replaced)
+    lease = lock().acquire()
+    monkeypatch.undo()
+    eventually(lambda: lease.lost_reason, within=engine().lease)
+    assert lease.lost_reason == "expired"
+    assert lease.release() is False
+
+
+def test_session_that_was_given_up(
+    configure: Configure, server: Server, key: str
+) -> None:
+    """A client that no longer tries to connect keeps no lease."""
+    options = {"connection_retry": {"max_tries": 1, "delay": 0.02}}
+    alias = configure("hasty", LOCATION=server.url(), LEASE=scaled(10), OPTIONS=options)
+    lease = distributed_lock(key, backend=alias).acquire()
+    mine = session(alias)
+    server.kill()
+    eventually(mine.is_over)
+    server.start()
+    eventually(lambda: lease.lost_reason, within=engine(alias).lease)
+    assert lease.lost_reason == "backend"
+
+
 def test_expired_session_of_a_waiter(
     backend: str, workers: Workers, lock: Locks, key: str
 ) -> None:
@@ -934,9 +970,28 @@ def test_deleted_root(configure: Configure, key: str) -> None:
     lease = distributed_lock(key, backend=alias).acquire()
     mine = session(alias)
     mine.client.delete(mine.address.root.rpartition("/")[0], recursive=True)
+    assert list(engine(alias).entries()) == []
+    assert engine(alias).waiters(key).number == 0
     assert lease.release() is False
     with distributed_lock(key, backend=alias) as again:
         assert again.fencing_token > lease.fencing_token
+
+
+def test_force_release_of_what_is_just_released(
+    acquire: Leases, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for the grant's age too late has nothing left to free."""
+    lease, mine = acquire(), session()
+    contents = mine.contents
+
+    def released(*args: Any) -> Any:
+        found = contents(*args)
+        assert lease.release()
+        eventually(lambda: not mine.client.exists(folder(key)))
+        return found
+
+    monkeypatch.setattr(mine, "contents", released)
+    assert not engine().force_release(key, older_than=0.001)
 
 
 def test_interrupted_acquire(

@@ -53,6 +53,8 @@ class Asking:
         self._lease = lease
         self._mark = os.urandom(16).hex()
         self._touched: list[str] = []
+        #: The session at the latest request. Afterwards there may be another.
+        self._session_id = 0
         self._place = None
         if request.queued and isinstance(request.gate, Place):
             self._place = request.gate
@@ -121,6 +123,7 @@ class Asking:
         request = self._request
         missing = {f: each is None for f, each in zip(folders, seen, strict=True)}
         self._touched += folders
+        self._session_id = session.id
         return session.take(missing, self._mark, written(request), give_up)
 
     def _granted(
@@ -140,7 +143,7 @@ class Asking:
             grant,
             folder,
             name,
-            session.id,
+            self._session_id,
             expires_at=sent + min(request.lease, request.max_hold),
             max_until=sent + request.max_hold,
             written=written,
@@ -152,7 +155,7 @@ class Asking:
         self, session: Session, place: Place, give_up: float
     ) -> Granted | Reading:
         """Make a waiter's place the grant, if it is the first."""
-        sent = clock.monotonic()
+        sent, self._session_id = clock.monotonic(), session.id
         stat = None
         if place.session is session:
             # The first stays the first for as long as it exists. Writing it again tells

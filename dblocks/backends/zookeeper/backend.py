@@ -8,6 +8,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
+from kazoo.exceptions import NoNodeError
 
 from ... import clock
 from ...permits import SEPARATOR, apart, in_order
@@ -234,7 +235,10 @@ class ZooKeeperBackend(BaseBackend):
     def reason(self, grant: Grant) -> str:
         def ask(session: Session, give_up: float) -> str:
             for _, _, _, stat in _holders(session, [grant.key], give_up):
-                return "expired" if stat.czxid == grant.version else "taken"
+                if stat.czxid != grant.version:
+                    return "taken"
+                # Nobody renews what is left of a session that was given up.
+                return "expired" if stat.ephemeralOwner == session.id else "backend"
             held = self._held(session, grant)
             lives = held is not None and held.session_id == session.id
             # Nothing else deletes a node whose session is alive.
@@ -263,7 +267,11 @@ class ZooKeeperBackend(BaseBackend):
     def entries(self, key: str | None = None) -> Iterable[Entry]:
         def ask(session: Session, give_up: float) -> list[str]:
             sent = session.client.get_children_async(self._address.root)
-            names = session.wait(sent, give_up - clock.monotonic())
+            try:
+                names = session.wait(sent, give_up - clock.monotonic())
+            except NoNodeError:
+                # Somebody has deleted the path above the keys, and all locks with it.
+                return []
             return [nodes.unescaped(name) for name in names]
 
         rows = patiently(self._address, FOR_OPERATORS, ask)
@@ -333,7 +341,7 @@ class ZooKeeperBackend(BaseBackend):
                 if version not in (None, stat.czxid):
                     return None
                 since = granted_at(content, stat)
-                if age and session.now(path, give_up) - since < age * 1000:
+                if age and (session.now(path, give_up) or 0) - since < age * 1000:
                     return None
                 if session.remove([path], give_up)[0]:
                     return content.owner, content.holder, stat.czxid

@@ -170,9 +170,9 @@ class Connection:
 
     @property
     def id(self) -> int:
-        """The server's id of the session; 0 while there is no connection."""
-        found = self.client.client_id
-        return 0 if found is None else int(found[0])
+        """The server's id of the session, connected or not; 0 if there is none."""
+        # kazoo publishes it only while it is connected.
+        return int(self.client._session_id or 0)
 
     # Requests
 
@@ -325,7 +325,10 @@ class Connection:
             return False
         return True
 
-    def now(self, path: str, give_up: float) -> int:
-        """Return the server's clock, in milliseconds, which only a write tells."""
-        result = self.client.set_async(path.rpartition("/")[0], b"")
-        return int(self.wait(result, give_up - clock.monotonic()).mtime)
+    def now(self, path: str, give_up: float) -> int | None:
+        """Return the server's clock, in milliseconds, which only a write tells.
+
+        ``None`` if the place's folder is gone, and the place with it.
+        """
+        stat = self.write(path.rpartition("/")[0], b"", give_up)
+        return None if stat is None else int(stat.mtime)

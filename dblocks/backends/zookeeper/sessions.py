@@ -265,12 +265,14 @@ def session(address: Address) -> Session:
             found = _sessions.get(address)
             if found is None or found.is_over():
                 made = opening.open(address, asked)
-                found = _sessions.get(address)
+                left = found = _sessions.get(address)
                 if found is None or found.is_over():
                     found = _sessions[address] = made
                 else:
                     # A signal handler has opened it in between.
-                    made.close()
+                    left = made
+                if left is not None:
+                    left.close()
     found.check()
     return found
 
