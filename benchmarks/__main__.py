@@ -96,6 +96,9 @@ def started(server: str) -> Iterator[dict[str, str]]:
         if server == "redis":
             yield {**in_files, "REDIS_URL": running.url()}
             return
+        if server == "zookeeper":
+            yield {**in_files, "ZOOKEEPER_HOSTS": running.url()}
+            return
         yield {
             "DATABASE_URL": running.url("benchmark"),
             "MANY_URL": running.url("many"),

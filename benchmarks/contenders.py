@@ -144,6 +144,17 @@ def _queued_bare(key: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _select_for_update(key: str) -> Iterator[None]:
+    from django.db import transaction
+
+    from benchmarks.models import BareLock
+
+    with transaction.atomic():
+        BareLock.objects.select_for_update().get(key=key)
+        yield
+
+
 def _recipe(key: str) -> AbstractContextManager[object]:
     from benchmarks.recipe import Recipe
 
@@ -237,18 +248,34 @@ def _python_redis_lock(key: str) -> AbstractContextManager[object]:
     return manager
 
 
+@cache
+def _zookeeper() -> Any:
+    from django.conf import settings
+    from kazoo.client import KazooClient
+
+    client = KazooClient(hosts=settings.DBLOCKS["default"]["LOCATION"])
+    client.start()
+    return client
+
+
+def _kazoo(key: str) -> AbstractContextManager[object]:
+    manager: AbstractContextManager[object] = _zookeeper().Lock(f"/kazoo/{key}")
+    return manager
+
+
 _SERVERS = frozenset({"mariadb", "postgres"})
 _DATABASES = _SERVERS | {"sqlite"}
 _REDIS = frozenset({"redis"})
+_ZOOKEEPER = frozenset({"zookeeper"})
 
 DBLOCKS = Contender(
     "dblocks",
     _dblocks,
-    _DATABASES | _REDIS,
+    _DATABASES | _REDIS | _ZOOKEEPER,
     "django-dblocks",
-    "two updates of a row; Redis: a hash in memory",
+    "two updates of a row; Redis: a hash in memory; ZooKeeper: a node on disk",
     "the server's queue, then reads of the row; SQLite: reads of the row; Redis: a "
-    "queue and a blocking pop",
+    "queue and a blocking pop; ZooKeeper: a watch",
 )
 BARE = Contender(
     "two bare updates",
@@ -268,6 +295,16 @@ SESSION_LOCK = Contender(
     "nothing",
     "the server's queue",
     durable=False,
+)
+SELECT_FOR_UPDATE = Contender(
+    "select_for_update()",
+    _select_for_update,
+    _SERVERS,
+    None,
+    "nothing; the row is locked until the transaction ends",
+    "the database's lock of the row",
+    durable=False,
+    needs_row=True,
 )
 QUEUED_BARE = Contender(
     "the session lock around two bare updates",
@@ -357,10 +394,20 @@ PYTHON_REDIS_LOCK = Contender(
     durable=False,
 )
 
+KAZOO = Contender(
+    "kazoo's Lock",
+    _kazoo,
+    _ZOOKEEPER,
+    "kazoo",
+    "a node on disk",
+    "a watch",
+)
+
 CONTENDERS = [
     DBLOCKS,
     BARE,
     SESSION_LOCK,
+    SELECT_FOR_UPDATE,
     QUEUED_BARE,
     RECIPE,
     DB_MUTEX,
@@ -371,6 +418,7 @@ CONTENDERS = [
     REDIS_PY,
     DJANGO_REDIS,
     PYTHON_REDIS_LOCK,
+    KAZOO,
 ]
 
 

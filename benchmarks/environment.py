@@ -87,6 +87,19 @@ def of_redis() -> dict[str, str]:
     }
 
 
+def of_zookeeper() -> dict[str, str]:
+    """Ask ZooKeeper for its version."""
+    from django.conf import settings
+    from kazoo.client import KazooClient
+
+    client = KazooClient(hosts=settings.DBLOCKS["default"]["LOCATION"])
+    client.start()
+    try:
+        return {"version": ".".join(map(str, client.server_version()))}
+    finally:
+        client.stop()
+
+
 def _sync_time(repeat: int = 50) -> float:
     """Return the seconds that the disk under the servers' data needs for a commit."""
     times = []

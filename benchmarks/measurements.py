@@ -22,12 +22,16 @@ from benchmarks import (
 from benchmarks.figures import Result, Scale
 
 DATABASES = ("mariadb", "postgres", "sqlite")
-SERVERS = (*DATABASES, "redis")
+COUNTED = (*DATABASES, "redis")
+"""Where statements are counted."""
+
+SERVERS = (*COUNTED, "zookeeper")
 TITLES = {
     "mariadb": "MariaDB",
     "postgres": "PostgreSQL",
     "sqlite": "SQLite",
     "redis": "Redis",
+    "zookeeper": "ZooKeeper",
 }
 
 
@@ -45,7 +49,7 @@ class Measurement:
 MEASUREMENTS = [
     Measurement("uncontended", "A free key", uncontended.measure, (1, 2, 3), SERVERS),
     Measurement(
-        "statements", "Statements", uncontended.count_statements, (4,), SERVERS
+        "statements", "Statements", uncontended.count_statements, (4,), COUNTED
     ),
     Measurement("floor", "The floor", floor.measure, (13,)),
     Measurement("sets", "Several keys", sets.measure, (14,)),
@@ -56,7 +60,7 @@ MEASUREMENTS = [
         (5,),
         SERVERS,
     ),
-    Measurement("crowd", "Sixteen processes", contention.measure_crowd, (6,), SERVERS),
+    Measurement("crowd", "Sixteen processes", contention.measure_crowd, (6,), COUNTED),
     Measurement("permits", "Permits", permits.measure, (15,)),
     Measurement(
         "throughput",
@@ -66,7 +70,7 @@ MEASUREMENTS = [
         SERVERS,
     ),
     Measurement(
-        "long-wait", "A long wait", contention.measure_long_wait, (8,), SERVERS
+        "long-wait", "A long wait", contention.measure_long_wait, (8,), COUNTED
     ),
     Measurement("threads", "Threads", contention.measure_threads, (9,)),
     Measurement("rows", "Rows in the table", scale.measure_rows, (10,)),
@@ -108,9 +112,11 @@ def go_through(
     django.setup()
     crew.run_one(_migrate)
     report = ServerReport()
-    redis = server == "redis"
     report.environment = crew.run_one(
-        surroundings.of_redis if redis else surroundings.of_server
+        {
+            "redis": surroundings.of_redis,
+            "zookeeper": surroundings.of_zookeeper,
+        }.get(server, surroundings.of_server)
     )
     for measurement in MEASUREMENTS:
         if measurement.name not in names or server not in measurement.servers:

@@ -1,8 +1,8 @@
 """Settings of the measuring processes.
 
 ``DATABASE_URL`` is where the contenders keep their locks, ``MANY_URL`` a second
-database of the same server whose lock table is filled with rows. With ``REDIS_URL``
-they keep them there instead.
+database of the same server whose lock table is filled with rows. With ``REDIS_URL`` or
+``ZOOKEEPER_HOSTS`` they keep them there instead.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ if "REDIS_URL" in env:
     DBLOCKS["default"] = {
         "BACKEND": "dblocks.backends.redis.RedisBackend",
         "LOCATION": env.str("REDIS_URL"),
+    }
+
+if "ZOOKEEPER_HOSTS" in env:
+    DBLOCKS["default"] = {
+        "BACKEND": "dblocks.backends.zookeeper.ZooKeeperBackend",
+        "LOCATION": env.str("ZOOKEEPER_HOSTS"),
     }
 
 # It logs each lock that it can't make, and each that it has lost.

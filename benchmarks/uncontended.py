@@ -40,12 +40,13 @@ def _verdicts(server: str, medians: dict[str, list[float]]) -> list[Verdict]:
         return median_ratio(medians[one.name], medians[other.name])
 
     dblocks = contenders.DBLOCKS
-    if server == "redis":
+    peer = {"redis": contenders.REDIS_PY, "zookeeper": contenders.KAZOO}.get(server)
+    if peer is not None:
         return [
             Verdict(
                 1,
-                "uncontended, p50, against redis-py's lock",
-                ratio(dblocks, contenders.REDIS_PY),
+                f"uncontended, p50, against {peer.name}",
+                ratio(dblocks, peer),
                 "×",
                 at_most=1.2,
             )
