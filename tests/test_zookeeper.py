@@ -600,8 +600,10 @@ def test_killed_holder(backend: str, workers: Workers, lock: Locks, key: str) ->
     lease.release()
 
 
-def test_server_is_killed(own: str, server: Server, key: str) -> None:
+def test_server_is_killed(configure: Configure, server: Server, key: str) -> None:
     """Out of reach until the deadline, a lease is lost; then all goes on."""
+    # Longer than a busy machine takes to kill it, and to find it out of reach.
+    own = configure("own", LOCATION=server.url(), LEASE=scaled(4))
     lease = distributed_lock(key, backend=own).acquire()
     server.kill()
     assert lease.held
