@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from dblocks import Lease, Lock, workers
 from dblocks.holding import news
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
+from tests.support.processes import ROOT
 from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 Locks = Callable[..., Lock]
@@ -292,3 +295,33 @@ def test_thread_that_is_chosen_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> No
     chosen.calls.put(second.set)
     assert second.wait(DEADLINE)
     eventually(lambda: not chosen.is_alive(), what="the thread's end")
+
+
+def test_news_at_the_end_of_a_process() -> None:
+    """A process that ends meanwhile tells it first, and ends as it should."""
+    program = """
+import sys, time
+import django
+from django.conf import settings
+settings.configure(
+    DBLOCKS={"default": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}}
+)
+django.setup()
+from dblocks import distributed_lock
+
+lease = distributed_lock("a", lease=0.1, renew=False).acquire()
+lease.on_lost(lambda lease: time.sleep(0.3))
+while lease.held:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "lost key='a'" in ended.stderr

@@ -96,11 +96,15 @@ def commands(inside: Any) -> int:
 
 @pytest.mark.parametrize("how", ["always", "everysec"])
 def test_restart_with_append_only_file(settings: Any, key: str, how: str) -> None:
-    """What is held stays held over a crash of the server, and tokens rise."""
+    """What is held stays held over a crash of the server, and tokens rise.
+
+    While its disk is slow, a server keeps back for a moment what it has to write.
+    """
     with Redis(arguments=["--appendfsync", how]) as server:
         use(settings, server.url())
         before = token_of(f"{key}:free")
         lease = distributed_lock(key, lease=30).acquire(timeout=0)
+        eventually(server.has_written, what="all in the file")
         server.kill()
         server.start()
         assert distributed_lock(key, owner="other").try_acquire() is None

@@ -6,6 +6,7 @@ deadline, no renewal, and no other lease's news.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -25,6 +26,9 @@ logger = logging.getLogger("dblocks")
 
 NEWS = "dblocks-news"
 """The name of the threads."""
+
+AT_EXIT = 1.0
+"""Seconds for which a process that ends waits until its news has been told."""
 
 pending: deque[Callable[[], object]] = deque()
 forks.in_child(pending.clear)
@@ -102,6 +106,9 @@ def settle(seconds: float) -> None:
     ):
         start_pending()
         time.sleep(0.01)
+
+
+atexit.register(settle, AT_EXIT)
 
 
 def _run_one() -> None:

@@ -596,8 +596,15 @@ class Redis(Server):
         ]
 
     def ping(self) -> bool:
+        return "PONG" in self._ask("ping")
+
+    def has_written(self) -> bool:
+        """Tell whether all is in the append-only file."""
+        return "aof_buffer_length:0\r" in self._ask("info", "persistence")
+
+    def _ask(self, *command: str) -> str:
         client = self.program("redis-cli")
-        return "PONG" in self.run(client, "-s", str(self._socket), "ping").stdout
+        return self.run(client, "-s", str(self._socket), *command).stdout
 
     def create(self, database: str) -> None:
         """Databases of Redis are numbered and always there."""
