@@ -96,11 +96,13 @@ class FencedModel(models.Model):
             report.save(fence=lease)
     """
 
-    fencing_token: models.BigIntegerField[Any, int] = FencingTokenField(
-        default=0, editable=False
-    )
-
-    objects: ClassVar[_FencedManager] = FencedQuerySet.as_manager()  # type: ignore[assignment]
+    if TYPE_CHECKING:
+        # Not for those who read annotations at run time: these can't be evaluated.
+        fencing_token: models.BigIntegerField[Any, int]
+        objects: ClassVar[_FencedManager]
+    else:
+        fencing_token = FencingTokenField(default=0, editable=False)
+        objects = FencedQuerySet.as_manager()
 
     class Meta:
         abstract = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import get_type_hints
 
 import pytest
 from django.db import connection, connections, transaction
@@ -240,3 +241,9 @@ def test_negative_token(account: Account) -> None:
     with pytest.raises(ValueError, match="fence must not be negative: -1"):
         Account.objects.filter(pk=account.pk).fenced_update(-1, balance=5)
     assert mine(account).balance != 5
+
+
+@pytest.mark.parametrize("model", [Account, DistributedLock])
+def test_annotations_can_be_evaluated(model: type) -> None:
+    """They name nothing that only type checkers know."""
+    assert "fencing_token" not in get_type_hints(model)
