@@ -67,6 +67,50 @@ with distributed_lock("a"):
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_first_use_in_the_middle_of_the_first_use() -> None:
+    """A signal handler may ask for a database's dialect while that is first used."""
+    pytest.importorskip("psycopg")
+    program = """
+import os
+import sys
+import django
+from django.conf import settings
+database = {"ENGINE": "django.db.backends.postgresql", "NAME": "unused"}
+settings.configure(INSTALLED_APPS=["dblocks"], DATABASES={"default": database})
+django.setup()
+from django.db import connections
+from dblocks.backends.database import dialects
+connection, folder, lines = connections["default"], dialects.__path__[0], 0
+
+def trace(frame, event, argument):
+    global lines
+    if not frame.f_code.co_filename.startswith(folder):
+        return None
+    lines += event == "line"
+    if event == "line" and lines == number:
+        assert dialects.known(connection).name == "postgresql"
+    return trace
+
+for number in range(1, 1000):
+    if os.fork() == 0:
+        sys.settrace(trace)
+        dialects.of(connection)
+        os._exit(0 if lines >= number else 3)
+    ended = os.waitstatus_to_exitcode(os.wait()[1])
+    if ended:
+        sys.exit(f"{ended} at line {number}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.stderr.startswith("3 at line"), done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it has these locks")
 def test_file_locks_are_of_linux() -> None:
     """A system that names them the same lays out their structure in another way."""

@@ -6,7 +6,6 @@ connection for its vendor.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from django.db import NotSupportedError
@@ -14,10 +13,12 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from .base import FLOOR, TABLE, Dialect, ask
 from .mysql import MariaDB, MySQL, SnapshotMariaDB
+from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
 __all__ = ["FLOOR", "TABLE", "Dialect", "ask", "of"]
 
+_DIALECTS: dict[str, Dialect] = {"sqlite": SQLite(), "postgresql": PostgreSQL()}
 _LOOKALIKES = {
     "CockroachDB": "CockroachDB",
     "-YB-": "YugabyteDB",
@@ -48,27 +49,15 @@ def known(connection: Connection) -> Dialect:
     """Return the dialect as far as it is known, without asking a server."""
     found: Dialect | None = connection.__dict__.get("_dblocks_dialect")
     if found is None:
-        found = _of_vendor(connection.vendor) or _servers.get(_server(connection))
+        found = _DIALECTS.get(connection.vendor) or _servers.get(_server(connection))
     return found or MySQL()
-
-
-@functools.cache
-def _of_vendor(vendor: str) -> Dialect | None:
-    """Return the dialect for which no server need be asked."""
-    if vendor == "postgresql":
-        # It loads psycopg, which is large and may be there without being used.
-        from .postgresql import PostgreSQL
-
-        return PostgreSQL()
-    return SQLite() if vendor == "sqlite" else None
 
 
 def _find(connection: Connection) -> Dialect:
     if connection.vendor == "postgresql":
         _refuse_lookalike(_postgresql_version(connection))
-    dialect = _of_vendor(connection.vendor)
-    if dialect is not None:
-        return dialect
+    if connection.vendor in _DIALECTS:
+        return _DIALECTS[connection.vendor]
     if connection.vendor != "mysql":
         raise _not_supported(connection.display_name)
     server = _server(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -13,36 +14,38 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from .base import TABLE, Dialect, ask, digest
 
-try:
-    from psycopg import Cursor
-except ImportError:
-    Cursor = object  # type: ignore[assignment, misc]
-
 PREPARE_AFTER = 5
 """Grants on one connection after which the server keeps the plans of what follows."""
 
 PLAN_GONE = frozenset({"26000", "0A000"})
 
 
-class _PreparingCursor(Cursor):
-    """psycopg's cursor, for statements that the server parses and plans only once.
+@cache
+def _preparing_cursor() -> type[Any]:
+    """Return psycopg's cursor, for statements that the server plans only once.
 
     Django switches that off for the whole connection, because a pooler may give the
     next transaction another session, and its own cursor binds values on the client.
     """
+    # Whoever has a connection of psycopg's has loaded it. It is large, and others may
+    # have it without using it.
+    from psycopg import Cursor
 
-    def execute(self, sql: Any, params: Any = None) -> Any:  # type: ignore[override]
-        raw: Any = self.connection
-        before, raw.prepare_threshold = raw.prepare_threshold, 0
-        try:
-            return super().execute(sql, params, prepare=True)
-        except Exception as error:
-            if getattr(error, "sqlstate", None) in PLAN_GONE:
-                # Discarded, or made for columns of another type.
-                raw._dblocks_grants = -math.inf
-            raise
-        finally:
-            raw.prepare_threshold = before
+    class PreparingCursor(Cursor[Any]):
+        def execute(self, sql: Any, params: Any = None) -> Any:  # type: ignore[override]
+            raw: Any = self.connection
+            before, raw.prepare_threshold = raw.prepare_threshold, 0
+            try:
+                return super().execute(sql, params, prepare=True)
+            except Exception as error:
+                if getattr(error, "sqlstate", None) in PLAN_GONE:
+                    # Discarded, or made for columns of another type.
+                    raw._dblocks_grants = -math.inf
+                raise
+            finally:
+                raw.prepare_threshold = before
+
+    return PreparingCursor
 
 
 def _own_session(connection: Any) -> int:
@@ -128,7 +131,7 @@ class PostgreSQL(Dialect):
         # Django logs statements with their values, which a prepared one doesn't have.
         if not known or connection.queries_logged:
             return connection.cursor()
-        return connection._prepare_cursor(_PreparingCursor(connection.connection))
+        return connection._prepare_cursor(_preparing_cursor()(connection.connection))
 
     transient = frozenset({"40001", "40P01", "55P03"}) | PLAN_GONE
     stale_snapshot = "40001"
