@@ -30,6 +30,11 @@ DEADLINE = scaled(15.0)
 #: What a loaded machine may add to a moment that the contract names.
 SLACK = scaled(1.0)
 STEP = 0.01
+EXCUSED = 3
+"""How many times a bound the time without a processor may add to it.
+
+Many threads that poll wait for each other: their waits together exceed any bound.
+"""
 
 
 def starved(process: int | str = "self") -> float:
@@ -50,14 +55,14 @@ def eventually(
 ) -> T:
     """Return the predicate's first true result; fail when there is none in time.
 
-    The time without a processor doesn't count.
+    The time without a processor doesn't count, within limits.
     """
     until, before = time.monotonic() + within, starved()
     while True:
         if result := predicate():
             return result
         now = time.monotonic()
-        if now > until and now > until + starved() - before:
+        if now > until and now > until + min(starved() - before, EXCUSED * within):
             pytest.fail(f"{what} did not come true within {within:g} s")
         time.sleep(STEP)
 
@@ -77,12 +82,12 @@ def always(
 def takes(at_least: float = 0.0, at_most: float = DEADLINE) -> Iterator[None]:
     """The block's duration in seconds lies between these two.
 
-    Of what is longer, the time without a processor doesn't count.
+    Of what is longer, the time without a processor doesn't count, within limits.
     """
     started, before = time.monotonic(), starved()
     yield
     elapsed = time.monotonic() - started
-    without = max(0.0, starved() - before)
+    without = min(max(0.0, starved() - before), EXCUSED * at_most)
     assert at_least <= elapsed <= at_most + without, (
         f"took {elapsed:.3f} s, at most {without:.3f} s of it without a processor"
     )
