@@ -4,7 +4,9 @@ from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
 from . import checks  # noqa: F401 (which registers them)
-from .backends.database import transactions
+
+# Loaded before the first lock, which a signal handler or a fork may interrupt.
+from .backends.database import backend, transactions  # noqa: F401
 
 
 class DblocksConfig(AppConfig):

@@ -68,7 +68,7 @@ with distributed_lock("a"):
 
 
 def test_first_use_in_the_middle_of_the_first_use() -> None:
-    """A signal handler may ask for a database's dialect while that is first used."""
+    """A signal handler may use an engine that is just being used for the first time."""
     pytest.importorskip("psycopg")
     program = """
 import os
@@ -78,9 +78,15 @@ from django.conf import settings
 database = {"ENGINE": "django.db.backends.postgresql", "NAME": "unused"}
 settings.configure(INSTALLED_APPS=["dblocks"], DATABASES={"default": database})
 django.setup()
+import dblocks
 from django.db import connections
 from dblocks.backends.database import dialects
-connection, folder, lines = connections["default"], dialects.__path__[0], 0
+from dblocks.conf import backends
+connection, folder, lines = connections["default"], dblocks.__path__[0], 0
+
+def use():
+    assert backends["default"].system == "postgresql"
+    assert dialects.of(connection).name == "postgresql"
 
 def trace(frame, event, argument):
     global lines
@@ -88,13 +94,13 @@ def trace(frame, event, argument):
         return None
     lines += event == "line"
     if event == "line" and lines == number:
-        assert dialects.known(connection).name == "postgresql"
+        use()
     return trace
 
 for number in range(1, 1000):
     if os.fork() == 0:
         sys.settrace(trace)
-        dialects.of(connection)
+        use()
         os._exit(0 if lines >= number else 3)
     ended = os.waitstatus_to_exitcode(os.wait()[1])
     if ended:
