@@ -238,10 +238,10 @@ def main() -> int:
     if mysql and not services.MySQL.is_there():
         selected = [each for each in selected if each not in mysql]
         print("mysql: not run, for there is no server; see MYSQL_TEST_URL", flush=True)
-    python = [sys.executable]
+    measured = []
     if options.coverage:
         coverage("erase")
-        python += ["-m", "coverage", "run"]
+        measured = ["-m", "coverage", "run"]
 
     services.exit_on_signals()
     with contextlib.ExitStack() as stack:
@@ -260,9 +260,10 @@ def main() -> int:
             for number, (expected, selection) in enumerate(parts, 1):
                 name = f"{configuration.name}-{number}"
                 environment = configuration.environment(folder, servers.get(kind), name)
-                if configuration.name in options.short:
-                    environment["PYTHONDEVMODE"] = ""
                 environment |= engines[engine]
+                short = configuration.name in options.short
+                told = () if short else configuration.python
+                python = [sys.executable, *told, *measured]
                 run = Run(name, python, selection, environment, folder, expected)
                 runs.append(run)
         # Last the short ones, lest one processor be idle while a long one ends.

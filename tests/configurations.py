@@ -120,7 +120,10 @@ OF_DIALECTS = {
     "admin",  # what its pages ask for, one after another
     "decorator",  # functions and their arguments
     "demo",  # of what is recommended
+    "leaks",  # what thousands of cycles leave behind
     "observability",  # what is logged and counted
+    "operators",  # the examples for servers and schedules
+    "recipes",  # the examples for several services
     "reentrant_code",  # every line of the package, under signals
     "run_locked",  # processes and what they end with
     "telemetry",  # what is reported
@@ -134,13 +137,17 @@ LONG = {
     "admin_browser",
     "demo",
     "leaks",
-    "reentrant_code",
+    "operators",
+    "package",
     "queues",
+    "recipes",
+    "reentrant_code",
     "shop_site",
+    "supervision",
     "tutorial",
     "user_projects",
 }
-"""The modules that take long."""
+"""The modules that take long, most of them with many processes."""
 
 SECONDS = {
     "run_locked": 80,
@@ -172,12 +179,12 @@ SECONDS = {
 }
 """How long modules take, more or less, while other runs go on."""
 
-SECONDS_OF_FAULTS = 120
-SECONDS_OF_TOPOLOGIES = 60
+SECONDS_OF_FAULTS = 250
+SECONDS_OF_TOPOLOGIES = 120
 #: What a module takes that is not listed.
 FEW_SECONDS = 5
 #: How long a run takes, more or less.
-SHARE = 180
+SHARE = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +200,8 @@ class Configuration:
     sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
     #: Run these modules of the tests alone, unless told what to run.
     only: Collection[str] = MODULES
+    #: What Python is told, but not those processes that tests start.
+    python: tuple[str, ...] = ()
     #: Run the quick part of the fault tests, and nothing else.
     faults: bool = False
     #: Run these modules of the tests of topologies, and nothing else.
@@ -217,8 +226,6 @@ class Configuration:
             "SQLITE_OPTIONS": ",".join(self.sqlite),
             "CONTRACT_BACKENDS": self.contract_backends,
             "TEST_RUN": run,
-            # Which makes everything take half as long again.
-            "PYTHONDEVMODE": "1" if self.name == "sqlite" else "",
             # Looking at each allocation for mistakes of C code costs a tenth of the
             # processor's time.
             "PYTHONMALLOC": "pymalloc",
@@ -255,7 +262,8 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("mariadb", "mariadb"),
         Configuration("postgres", "postgres"),
-        Configuration("sqlite"),
+        # Which makes everything take half as long again.
+        Configuration("sqlite", python=("-X", "dev")),
         Configuration("mariadb-rr", "mariadb", "repeatable read", only=CORE),
         Configuration("postgres-rr", "postgres", "repeatable read", only=CORE),
         Configuration("sqlite-default", sqlite=()),

@@ -600,7 +600,7 @@ class Redis(Server):
 
     def has_written(self) -> bool:
         """Tell whether all is in the append-only file."""
-        return "aof_buffer_length:0\r" in self._ask("info", "persistence")
+        return "aof_buffer_length:0\n" in self._ask("info", "persistence")
 
     def _ask(self, *command: str) -> str:
         client = self.program("redis-cli")
