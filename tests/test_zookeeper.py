@@ -515,6 +515,14 @@ def expire(alias: str = "zookeeper") -> None:
     twin.close()
 
 
+def renewed(lease: Lease) -> bool:
+    """Renew a lease; a client that is still looking for its server can't."""
+    with suppress(KazooException):
+        lease.renew()
+        return True
+    return False
+
+
 def test_expired_session(
     acquire: Leases, lock: Locks, key: str, other: OtherThread
 ) -> None:
@@ -589,6 +597,34 @@ def test_expired_session_of_a_waiter(
     assert not places(key)
 
 
+def test_waiter_whose_session_was_given_up(
+    configure: Configure, server: Server, key: str, other: OtherThread
+) -> None:
+    """Who waits is granted a node of its own session, not one that will soon go."""
+    terms = {"LOCATION": server.url(), "LEASE": scaled(12)}
+    options = {"connection_retry": {"max_tries": 1, "delay": 0.02}}
+    mine, theirs = configure("mine", **terms), configure("h", OPTIONS=options, **terms)
+    lease = distributed_lock(key, backend=mine).acquire()
+    hasty = distributed_lock(key, backend=theirs)
+    waiting = other.start(hasty.acquire, timeout=2 * DEADLINE)
+    eventually(lambda: engine(mine).waiters(key).number == 1)
+    given_up = session(theirs)
+    server.kill()
+    eventually(given_up.is_over)
+    server.start()
+    eventually(lambda: renewed(lease), what="a renewal")
+    assert lease.release()
+    # The node of the session that was given up holds up nobody until it goes.
+    with takes(at_most=engine(theirs).lease / 2):
+        granted = waiting.result(DEADLINE)
+    path = f"{folder(key, theirs)}/{places(key, theirs)[0]}"
+    assert session(theirs) is not given_up
+    stat = session(theirs).client.exists(path)
+    assert stat.ephemeralOwner == session(theirs).id
+    assert granted.held
+    assert other.do(granted.release)
+
+
 def test_killed_holder(backend: str, workers: Workers, lock: Locks, key: str) -> None:
     """The key of a process that is killed is free when its session is over."""
     worker = workers.start("hold", key=key, backend=backend)
@@ -636,15 +672,7 @@ def test_server_restarts_within_a_lease(
         server.kill()
         server.start()
         always(lambda: lease.held, during=1, what="held")
-
-        def renewed() -> bool:
-            # The client may still be looking for the server.
-            with suppress(KazooException):
-                lease.renew()
-                return True
-            return False
-
-        eventually(renewed, what="a renewal")
+        eventually(lambda: renewed(lease), what="a renewal")
         assert lease.release()
         theirs = waiting.result(DEADLINE)
         assert theirs.fencing_token > lease.fencing_token

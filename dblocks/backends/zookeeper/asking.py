@@ -155,13 +155,13 @@ class Asking:
         self, session: Session, place: Place, give_up: float
     ) -> Granted | Reading:
         """Make a waiter's place the grant, if it is the first."""
-        sent, self._session_id = clock.monotonic(), session.id
-        stat = None
-        if place.session is session:
-            # The first stays the first for as long as it exists. Writing it again tells
-            # since when it has the key, and proves that the session is alive.
-            stat = session.write(place.path, written(place.request), give_up)
-        if stat is not None:
+        sent = clock.monotonic()
+        # The first stays the first for as long as it exists. Writing it again tells
+        # since when it has the key, and proves that the session is alive; but the node
+        # may be that of an earlier one, with which it will go.
+        stat = session.write(place.path, written(place.request), give_up)
+        self._session_id = session.id
+        if stat is not None and stat.ephemeralOwner == self._session_id:
             key, owner = place.request.key, place.request.owner
             granted = self._granted(
                 session,

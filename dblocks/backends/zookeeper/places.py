@@ -28,8 +28,8 @@ class Place(Gate):
     def __init__(self, sessions: Callable[[], Session], request: Request) -> None:
         self.request = request
         self.session: Session | None = None
-        self.folder = self.name = ""
-        self._mark = os.urandom(16).hex()
+        self.folder = self.name = self._mark = ""
+        self._session_id: int | None = None
         self._sessions = sessions
         self._bell = Bell()
         #: Emptied by whichever comes first: the grant that keeps the node, or leaving.
@@ -57,9 +57,7 @@ class Place(Gate):
 
     def _wait(self, until: float) -> bool:
         """Wait for this place's turn; tell whether it has very likely come."""
-        session = self.session = self._sessions()
-        request = self.request
-        self.folder = session.folder(nodes.queue_key(request.key, request.permits))
+        session, request = self._current_session(), self.request
         while not self._is_left:
             give_up = max(until, clock.monotonic() + PATIENCE)
             before = self._places_before(session, give_up)
@@ -71,6 +69,18 @@ class Place(Gate):
             if told and (not before or (len(before) == 1 and request.permits == 1)):
                 return not self._is_left
         return False
+
+    def _current_session(self) -> Session:
+        """Return the session, and give up a node that an earlier one has made."""
+        session, request = self._sessions(), self.request
+        self.session, number = session, session.id
+        self.folder = session.folder(nodes.queue_key(request.key, request.permits))
+        if number != self._session_id:
+            if self._mark:
+                # That session may live on for a while, and its node with it.
+                session.doom(self.folder, self._mark)
+            self._mark, self._session_id = os.urandom(16).hex(), number
+        return session
 
     def _told(
         self, session: Session, before: list[str], until: float, give_up: float
