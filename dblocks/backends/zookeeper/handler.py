@@ -21,22 +21,16 @@ CONNECT_WITHIN = 3.0
 
 
 class Bell:
-    """Rings for whoever waits, or will wait next.
+    """Rings for whoever waits, or will wait next."""
 
-    Attributes:
-        rung_for: Why it rang last.
-    """
-
-    __slots__ = ("_lock", "rung_for")
+    __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self.rung_for: object = None
         # A bare lock: a signal handler could block on the mutex inside an Event.
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def ring(self, why: object = None) -> None:
-        self.rung_for = why
+    def ring(self) -> None:
         with suppress(RuntimeError):
             self._lock.release()
 
