@@ -4,9 +4,8 @@ from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
 from . import checks  # noqa: F401 (which registers them)
-
-# Loaded before the first lock, which a signal handler or a fork may interrupt.
-from .backends.database import backend, transactions  # noqa: F401
+from .backends.database import transactions
+from .conf import backends
 
 
 class DblocksConfig(AppConfig):
@@ -15,4 +14,5 @@ class DblocksConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        backends.load()
         transactions.watch()

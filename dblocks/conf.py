@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from django.apps import apps
@@ -47,6 +48,17 @@ class Backends:
 
     def __init__(self) -> None:
         self.forget()
+
+    def load(self) -> None:
+        """Import the engines that the settings name, as far as that is possible.
+
+        Else a signal handler or a fork could interrupt the import at their first use.
+        What is wrong is said there, and by a system check.
+        """
+        with suppress(ImproperlyConfigured):
+            for config in self.settings.values():
+                with suppress(ImportError, AttributeError, ImproperlyConfigured):
+                    import_string(config["BACKEND"])
 
     def forget(self) -> None:
         """Make all backends anew at their next use."""

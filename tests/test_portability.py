@@ -135,3 +135,45 @@ def test_file_locks_are_of_linux() -> None:
             check=False,
         )
         assert done.stdout.strip() == available, done.stderr
+
+
+def test_engines_are_loaded_with_the_app() -> None:
+    """None is imported at its first use, which a fork may interrupt.
+
+    One that can't be imported is no matter until it is used.
+    """
+    program = """
+import sys
+import django
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+settings.configure(
+    INSTALLED_APPS=["dblocks"],
+    DBLOCKS={
+        "wrong": {"BACKEND": "nowhere.Backend"},
+        "empty": {"BACKEND": None},
+        "other": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"},
+    },
+)
+django.setup()
+loaded = {*sys.modules}
+from dblocks.conf import backends
+for alias in "default", "other":
+    backends[alias]
+print({name for name in {*sys.modules} - loaded if name.startswith("dblocks")})
+for alias in "wrong", "empty":
+    try:
+        backends[alias]
+    except ImproperlyConfigured as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.stdout.startswith("set()\n"), done.stdout + done.stderr
+    assert done.stdout.count("could not import the backend") == 2
