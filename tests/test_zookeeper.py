@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -31,7 +30,6 @@ from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, Workers
 from tests.support.services import HOST, Server, ZooKeeper, free_port
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
-from tests.test_ownership import run
 
 pytestmark = pytest.mark.engine("zookeeper")
 
@@ -505,59 +503,6 @@ def test_statements_while_waiting(
         assert waiting.result(DEADLINE) is None
 
 
-def test_tasks_wait_without_threads(
-    configure: Configure, key: str, threads: Callable[[], OtherThread]
-) -> None:
-    """Hundreds of tasks wait for as many keys; none of them occupies a thread."""
-    # The leases are so long that nobody looks at a key again meanwhile.
-    alias, other = configure("long", LEASE=30), configure("other", LEASE=30)
-    keys = [f"{key}:{number}" for number in range(200)]
-    leases = distributed_lock(*keys, backend=other).acquire()
-
-    async def visit(each: str) -> bool:
-        lock = distributed_lock(each, backend=alias)
-        return await (await lock.aacquire(timeout=2 * DEADLINE)).arelease()
-
-    async def main() -> list[bool]:
-        return await asyncio.gather(*map(visit, keys))
-
-    def working() -> int:
-        return sum(each.name == "dblocks-async" for each in threading.enumerate())
-
-    waiting = threads().start(run, main())
-    eventually(lambda: all(len(places(each, other)) == 2 for each in keys))
-    # Those that have asked linger, and then end.
-    eventually(lambda: not working(), within=5 + SLACK, what="the end of the threads")
-    always(lambda: not waiting.done(), during=1, what="waiting")
-    assert not working()
-    assert leases.release()
-    with takes(at_most=2 + 2 * SLACK):
-        assert waiting.result(DEADLINE) == [True] * len(keys)
-    assert not session(alias)._watches
-
-
-def test_cancelled_tasks_leave_nothing(
-    configure: Configure, key: str, threads: Callable[[], OtherThread]
-) -> None:
-    """A task that is cancelled while it waits leaves no node and no watch behind."""
-    alias = configure("long", LEASE=30)
-    with distributed_lock(key, backend=alias):
-
-        async def main() -> None:
-            lock = distributed_lock(key, backend=alias)
-            task = asyncio.create_task(lock.aacquire(timeout=None))
-            while not session(alias)._watches:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-            assert not session(alias)._watches
-
-        threads().do(run, main())
-        eventually(lambda: len(places(key, alias)) == 1, what="the end of the node")
-
-
 # Sessions
 
 
@@ -809,7 +754,7 @@ def test_nothing_is_left(
     eventually(lambda: not left(), what="the end of the nodes")
     # Other tests may have lost some, of which is known until their time is over.
     assert not [row for row, _ in mine.grants if row.startswith(key)]
-    assert not mine._watches
+    assert not mine._bells
     watching = [p for p in mine.client._child_watchers if key.split(":")[-1] in p]
     assert len(watching) <= 4, watching
     other.close()

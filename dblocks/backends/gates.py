@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 QUEUE_FOR = 1.2
 """Seconds to queue at a gate at a time; meanwhile no signal is noticed."""
@@ -23,11 +22,6 @@ class Gate(ABC):
     held = False
     #: Whether it can be had only while the key, or a permit of it, is free.
     is_bell = False
-    #: ``None`` if :meth:`enter` has waited itself. Else the caller sleeps until this is
-    #: true, and then has the gate or enters again.
-    rung: bool | None = None
-    #: Wakes the caller when it becomes true. May be called from any thread.
-    wake: Callable[[], object] = staticmethod(lambda: None)
     #: Whether it shows others that its owner is waiting, and doesn't hold the key.
     shows_waiter = False
     #: The shortest wait, in seconds, that the engine can count.
@@ -43,7 +37,7 @@ class Gate(ABC):
 
     @abstractmethod
     def enter(self, seconds: float) -> None:
-        """Queue for this long at most; then see :attr:`rung` and :attr:`held`.
+        """Queue for this long at most; then see :attr:`held`.
 
         Raises:
             GateClosed: There is no gate: wait without it.

@@ -244,14 +244,14 @@ class _Wait:
         if not is_bell and self.attempt.held_here(seen.version):
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         abandoned = queues.is_abandoned(self.backend, self.key)
-        if gate is not None and (is_bell or not gate.held) and not abandoned:
+        if gate is not None and not _is_held(gate) and not abandoned:
             wait = min(gate.patience(seen.remaining), until - now)
             if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
                 # After that, nobody yields to a gate whose owner does not come.
                 wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
                 queue.sleeps(wait)
-                await self._queue(gate, wait)
+                await self.place.call(partial(_enter, gate, wait))
                 waited = clock.monotonic() - now > LOOK_EVERY
                 return _is_held(gate) and (waited or is_bell)
         alone = _is_held(gate)
@@ -259,18 +259,6 @@ class _Wait:
             await self.place.call(partial(gate.show_waiter, True))
         seconds = pause(self.backend, known_for, alone=alone)
         return await self.place.pause(self.waiter, min(seconds, limit))
-
-    async def _queue(self, gate: Gate, seconds: float) -> None:
-        """Queue at the gate for this long at most."""
-        until = clock.monotonic() + seconds
-        gate.wake = self.waiter.wake
-        while (left := until - clock.monotonic()) > 0:
-            await self.place.call(partial(_enter, gate, left))
-            while gate.rung is False and (left := until - clock.monotonic()) > 0:
-                # Those who leave the queue of this process wake its first, too.
-                await self.place.pause(self.waiter, left)
-            if gate.held or gate.rung is None:
-                return
 
     def _timed_out(self, seen: Reading) -> Reading:
         attempt = self.attempt

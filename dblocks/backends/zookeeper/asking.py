@@ -71,7 +71,7 @@ class Asking:
         place, request = self._place, self._request
         if place is not None:
             # If this fails, its turn hasn't come.
-            place.stop_watching()
+            place.held = False
         if place is not None and request.permits == 1:
             return self._promoted(session, place, give_up)
         while True:

@@ -21,16 +21,22 @@ CONNECT_WITHIN = 3.0
 
 
 class Bell:
-    """Rings for whoever waits, or will wait next."""
+    """Rings for whoever waits, or will wait next.
 
-    __slots__ = ("_lock",)
+    Attributes:
+        rung_for: Why it rang last.
+    """
+
+    __slots__ = ("_lock", "rung_for")
 
     def __init__(self) -> None:
+        self.rung_for: object = None
         # A bare lock: a signal handler could block on the mutex inside an Event.
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def ring(self) -> None:
+    def ring(self, why: object = None) -> None:
+        self.rung_for = why
         with suppress(RuntimeError):
             self._lock.release()
 

@@ -11,7 +11,8 @@ from ..gates import QUEUE_FOR, Gate
 from ..values import Request
 from . import nodes
 from .connection import PASSING
-from .sessions import PATIENCE, Session, Watch
+from .handler import Bell
+from .sessions import PATIENCE, Session
 
 
 class Place(Gate):
@@ -30,33 +31,21 @@ class Place(Gate):
         self.folder = self.name = self._mark = ""
         self._session_id: int | None = None
         self._sessions = sessions
-        self._watch: Watch | None = None
+        self._bell = Bell()
         #: Emptied by whichever comes first: the grant that keeps the node, or leaving.
         self._claims = [None]
-
-    @property
-    def held(self) -> bool:  # type: ignore[override]
-        """Whether this place's turn has very likely come."""
-        watch = self._watch
-        return watch is not None and watch.has_come
-
-    @property
-    def rung(self) -> bool | None:  # type: ignore[override]
-        watch = self._watch
-        return None if watch is None else watch.has_rung
 
     def patience(self, remaining: float) -> float:
         # Watches report changes, but the reading of the holder must not get too old.
         return max(QUEUE_FOR, remaining / 2)
 
     def enter(self, seconds: float) -> None:
-        if self.held:
-            return
+        until = clock.monotonic() + seconds
         try:
-            self._watch_next(clock.monotonic() + max(seconds, PATIENCE))
+            self.held = self._wait(until)
         except PASSING:
             # Next, the waiter asks for the key, with all its patience.
-            self.stop_watching()
+            self.held = False
         finally:
             if self._is_left:
                 # If it was left meanwhile, there may have been nothing to delete yet.
@@ -66,32 +55,20 @@ class Place(Gate):
     def _is_left(self) -> bool:
         return not self._claims
 
-    def _watch_next(self, give_up: float) -> None:
-        """Watch the place before this one, or, if first, the permits."""
+    def _wait(self, until: float) -> bool:
+        """Wait for this place's turn; tell whether it has very likely come."""
         session, request = self._current_session(), self.request
         while not self._is_left:
-            # What it has watched says nothing of a place that is made next.
-            self.stop_watching()
+            give_up = max(until, clock.monotonic() + PATIENCE)
             before = self._places_before(session, give_up)
-            paths = [f"{self.folder}/{name}" for name in before[-1:]]
-            if not before and request.permits > 1:
-                rows = row_keys(request.key, request.permits)
-                paths = [session.folder(row) for row in rows]
-            is_next = not before or (len(before) == 1 and request.permits == 1)
-            watch = self._watch = Watch(paths, is_next, self.wake)
-            seen = session.watch(watch, give_up)
-            if seen and None not in seen and (before or [] not in seen):
-                return
-            # It has happened before it was watched.
-            watch.ring(True)
-            if is_next:
-                return
-
-    def stop_watching(self) -> None:
-        """Take it that this place's turn hasn't come."""
-        watch, self._watch = self._watch, None
-        if watch is not None and self.session is not None:
-            self.session.unwatch(watch)
+            if not before and request.permits == 1:
+                return True
+            told = self._told(session, before, until, give_up)
+            if told is None:
+                return False
+            if told and (not before or (len(before) == 1 and request.permits == 1)):
+                return not self._is_left
+        return False
 
     def _current_session(self) -> Session:
         """Return the session, and give up a node that an earlier one has made."""
@@ -104,6 +81,33 @@ class Place(Gate):
                 session.doom(self.folder, self._mark)
             self._mark, self._session_id = os.urandom(16).hex(), number
         return session
+
+    def _told(
+        self, session: Session, before: list[str], until: float, give_up: float
+    ) -> bool | None:
+        """Wait until the place before this one is gone, or, if first, for a permit.
+
+        Returns:
+            Whether that has happened, or only the connection is gone; ``None`` if the
+            time is up.
+        """
+        if before:
+            paths = [f"{self.folder}/{before[-1]}"]
+        else:
+            rows = row_keys(self.request.key, self.request.permits)
+            paths = [session.folder(row) for row in rows]
+        bell = Bell()
+        self._bell = bell
+        try:
+            seen = session.watch(paths, bell, give_up)
+            if None in seen or (not before and [] in seen):
+                return True
+            while (left := until - clock.monotonic()) > 0 and not self._is_left:
+                if bell.wait(left):
+                    return bell.rung_for is not None
+            return None
+        finally:
+            session.unwatch(paths, bell)
 
     def _places_before(self, session: Session, give_up: float) -> list[str]:
         """Return the places before this one, which is taken first."""
@@ -144,12 +148,13 @@ class Place(Gate):
             self._claims.pop()
         except IndexError:
             return
+        self._bell.ring()
         self._doom()
 
     def _doom(self) -> None:
-        self.stop_watching()
-        if self.session is not None:
-            self.session.doom(self.folder, self._mark)
+        session, self.held = self.session, False
+        if session is not None:
+            session.doom(self.folder, self._mark)
 
     def __del__(self) -> None:
         self.leave()

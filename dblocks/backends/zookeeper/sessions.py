@@ -21,6 +21,7 @@ from ... import clock, forks
 from ..values import Grant
 from . import nodes
 from .connection import ERRORS, PASSING, Address, Connection
+from .handler import Bell
 
 logger = logging.getLogger("dblocks")
 
@@ -72,35 +73,6 @@ class Held:
         return self.place.partition("-")[0]
 
 
-class Watch:
-    """What a waiter waits for: some node goes, or its children change.
-
-    It must not refer to the waiter's place, which would never be forgotten then.
-
-    Attributes:
-        is_next: Then the waiter's turn has come.
-        has_come: It has.
-        has_rung: The waiter was told that, or to look again.
-    """
-
-    __slots__ = ("_wake", "has_come", "has_rung", "is_next", "paths")
-
-    def __init__(
-        self, paths: Sequence[str], is_next: bool, wake: Callable[[], object]
-    ) -> None:
-        self.paths = paths
-        self.is_next = is_next
-        self.has_come = self.has_rung = False
-        self._wake = wake
-
-    def ring(self, has_happened: bool) -> None:
-        """Wake the waiter, from any thread."""
-        if has_happened and self.is_next:
-            self.has_come = True
-        self.has_rung = True
-        self._wake()
-
-
 class Session(Connection):
     """The grants that a session keeps, and its waiters.
 
@@ -114,7 +86,7 @@ class Session(Connection):
         #: Held for an instant by whoever changes one of these grants.
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
-        self._watches: set[Watch] = set()
+        self._bells: set[tuple[str, Bell]] = set()
         self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
 
     def open(self) -> None:
@@ -125,20 +97,22 @@ class Session(Connection):
 
     # Watching
 
-    def watch(self, watch: Watch, give_up: float) -> list[list[str] | None]:
-        """Begin to watch; return the children of the nodes."""
-        self._watches.add(watch)
-        return self.children(watch.paths, give_up, watch=self._rung)
+    def watch(
+        self, paths: Sequence[str], bell: Bell, give_up: float
+    ) -> list[list[str] | None]:
+        """Ring when a node goes or its children change; return the children."""
+        self._bells |= {(path, bell) for path in paths}
+        return self.children(paths, give_up, watch=self._rung)
 
-    def unwatch(self, watch: Watch) -> None:
-        """Stop watching."""
-        self._watches.discard(watch)
+    def unwatch(self, paths: Sequence[str], bell: Bell) -> None:
+        """Stop ringing."""
+        self._bells -= {(path, bell) for path in paths}
 
     def _rung(self, event: Any) -> None:
-        for watch in list(self._watches):
+        for path, bell in list(self._bells):
             # No path means that the connection is lost, and all watches with it.
-            if not event.path or event.path in watch.paths:
-                watch.ring(bool(event.path))
+            if event.path in (None, "", path):
+                bell.ring(event.path)
 
     # What to delete
 
