@@ -200,8 +200,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "5"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 5)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS", "4"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 4)",
     )
     return parser.parse_known_args()
 

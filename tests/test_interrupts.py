@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -20,6 +20,15 @@ from dblocks.holding.renewal import RenewalScheduler
 from tests.support.timing import DEADLINE
 
 Locks = Callable[..., Lock]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Leave no lease to later tests that only the collector finds, with its frames."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def test_exception_after_the_grant(
