@@ -29,7 +29,7 @@ from dblocks import checks, distributed_lock
 from dblocks.backends.database import dialects
 from dblocks.models import DistributedLock
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_python
 from tests.test_settings import BAD, MEMORY
 
 pytestmark = pytest.mark.usefixtures("committed")
@@ -309,14 +309,8 @@ def test_first_migrate_says_nothing(tmp_path: Path) -> None:
     )
 
     def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDEVMODE": ""},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        environment = {**os.environ, "PYTHONDEVMODE": ""}
+        done = run_python("-c", program, *arguments, timeout=60, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stderr
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import itertools
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,7 +39,7 @@ from tests.support import decorated
 from tests.support.decorated import key_of
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run_python
 from tests.support.timing import DEADLINE, SLACK, takes
 from tests.testapp.models import Account
 
@@ -1002,15 +1001,7 @@ def test_decorating_before_there_are_settings() -> None:
         "from django.conf import settings\n"
         "print(settings.configured)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=ROOT,
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    result = run_python("-W", "error", "-c", program, timeout=30, env={})
     assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
 
 

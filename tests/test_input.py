@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +13,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import InvalidKey, Lease, Lock, distributed_lock
 from dblocks.models import DistributedLock
-from tests.support.processes import ROOT
+from tests.support.processes import run_python
 
 NAN, INFINITE = float("nan"), float("inf")
 YEAR_AND_MORE = timedelta(days=366, seconds=1)
@@ -302,15 +300,7 @@ def test_making_a_lock_sends_nothing(
 def test_lock_made_at_import_time() -> None:
     """A lock can be made before there are settings or apps."""
     program = "from dblocks import distributed_lock as d; print(type(d('k')).__name__)"
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=ROOT,
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    result = run_python("-W", "error", "-c", program, timeout=30, env={})
     assert (result.returncode, result.stdout) == (0, "Lock\n"), result.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from dblocks import Lease, Lock, workers
 from dblocks.holding import news
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
-from tests.support.processes import ROOT
+from tests.support.processes import run_python
 from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 Locks = Callable[..., Lock]
@@ -315,13 +313,6 @@ while lease.held:
     time.sleep(0.01)
 sys.exit(3)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    ended = run_python("-c", program)
     assert ended.returncode == 3, ended.stderr
     assert "lost key='a'" in ended.stderr

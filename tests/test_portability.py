@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
-from tests.support.timing import DEADLINE
+from tests.support.processes import run_python
 
 
 def run(database: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the portable project to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.portable_project", str(database), *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDEVMODE": ""},
-        capture_output=True,
-        text=True,
+    return run_python(
+        *("-m", "tests.portable_project", str(database), *options),
         timeout=50,
-        check=False,
+        env={**os.environ, "PYTHONDEVMODE": ""},
     )
 
 
@@ -56,14 +51,7 @@ from dblocks import distributed_lock
 with distributed_lock("a"):
     print(sorted(sys.modules.keys() & {"MySQLdb", "psycopg", "psycopg2", "pymysql"}))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    done = run_python("-c", program)
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -106,14 +94,7 @@ for number in range(1, 1000):
     if ended:
         sys.exit(f"{ended} at line {number}")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    done = run_python("-c", program)
     assert done.stderr.startswith("3 at line"), done.stderr
 
 
@@ -126,14 +107,7 @@ def test_file_locks_are_of_linux() -> None:
         "print(file_locks.AVAILABLE)"
     )
     for pretend, available in ("", "True"), ("sys.platform = 'darwin'", "False"):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(pretend)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        done = run_python("-c", code.format(pretend), timeout=50)
         assert done.stdout.strip() == available, done.stderr
 
 
@@ -167,13 +141,6 @@ for alias in "wrong", "empty":
     except ImproperlyConfigured as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    done = run_python("-c", program)
     assert done.stdout.startswith("set()\n"), done.stdout + done.stderr
     assert done.stdout.count("could not import the backend") == 2

@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ from tests.faults.crew import Crew, Member
 from tests.faults.history import verify
 from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
-from tests.support.processes import ROOT, Worker, Workers
+from tests.support.processes import Worker, Workers, run_python
 from tests.support.services import Redis
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.test_ownership import in_forked_child
@@ -333,15 +331,7 @@ def test_without_redis_py() -> None:
         f"from django.utils.module_loading import import_string\n"
         f"import_string({BACKEND!r})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    result = run_python("-c", program)
     assert 'pip install "django-dblocks[redis]"' in result.stderr
 
 

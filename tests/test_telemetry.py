@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.fixtures import OtherThread
 from tests.support.pages import DOCS, files
-from tests.support.processes import ROOT
+from tests.support.processes import run_python
 from tests.support.reentrant import AtLine
 from tests.support.timing import SLACK, eventually, scaled
 from tests.test_ownership import in_forked_child
@@ -650,14 +649,7 @@ print(found["dblocks.hold.duration"].count)
 
 def run(then: str) -> tuple[str, str]:
     """Take a lock in a process of its own, then go on; its output and errors."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(then=then)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM.format(then=then), timeout=60)
     return done.stdout, done.stderr
 
 

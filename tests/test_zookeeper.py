@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +25,7 @@ from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
-from tests.support.processes import ROOT, Workers
+from tests.support.processes import Workers, run_python
 from tests.support.services import HOST, Server, ZooKeeper, free_port
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -170,14 +168,7 @@ sys.modules["kazoo"] = None
 from dblocks.conf import backends
 backends["zk"]
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program % PATH],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+    ended = run_python("-c", program % PATH)
     assert "ImproperlyConfigured" in ended.stderr
     assert 'pip install "django-dblocks[zookeeper]"' in ended.stderr
 

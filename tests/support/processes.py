@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,21 @@ def inherited() -> dict[str, str]:
     """Return the environment for other projects, without what is this run's own."""
     dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
     return {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+
+
+def run_python(
+    *arguments: str, timeout: float = DEADLINE, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python to its end, from the project's folder."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 class Worker:
