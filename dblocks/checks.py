@@ -46,8 +46,10 @@ W014: Waiters can't queue for session locks, because the database is behind a po
     pooler, connect directly if the order of waiters matters.
 W015: Two nodes of a Galera cluster have different clocks, by which each judges whether
     a lease is over. Run NTP on all nodes, or send all writes to one.
+W016: MySQL or MariaDB rolls back whole transactions after a lock wait timeout. Switch
+    ``innodb_rollback_on_timeout`` off.
 
-W001, W004 and W010 to W015 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W016 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -67,7 +69,7 @@ from .conf import backends
 
 ASKED_FOR = {
     f"dblocks.{check}"
-    for check in ("W001", "W004", "W010", "W011", "W012", "W013", "W014", "W015")
+    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 17)))
 }
 """What is said only to those who ask for checks."""
 

@@ -67,7 +67,8 @@ class FencedQuerySet(models.QuerySet[Any]):
             # First all rows that are there, so that a change of what the filter asks
             # for doesn't hide the ones that refuse.
             locked = self.order_by("pk").select_for_update()
-            pks = list(locked.values_list("pk", flat=True))
+            # A filter across a relation may find a row several times.
+            pks = set(locked.values_list("pk", flat=True))
             rows = self.model._base_manager.using(self.db).filter(pk__in=pks)
             allowed = rows.filter(fencing_token__lte=token)
             if allowed.update(**values, fencing_token=token) != len(pks):
@@ -123,14 +124,20 @@ class FencedModel(models.Model):
             return
         token = token_of(fence)
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
-        rows = type(self)._base_manager.using(using).filter(pk=self.pk)
+        every = type(self)._base_manager.using(using)
+        allowed = every.filter(fencing_token__lte=token)
         before, self.fencing_token = self.fencing_token, token
         try:
             with transaction.atomic(using=using):
-                allowed = rows.filter(fencing_token__lte=token)
-                if not allowed.update(fencing_token=token) and rows.exists():
+                is_known = allowed.filter(pk=self.pk).update(fencing_token=token)
+                if not is_known and every.filter(pk=self.pk).exists():
                     raise _refused(type(self), fence, token)
                 super().save(*args, **kwargs)
+                # If not, another may have inserted it since, with a higher token.
+                if not (
+                    is_known or allowed.filter(pk=self.pk).update(fencing_token=token)
+                ):
+                    raise _refused(type(self), fence, token)
         except BaseException:
             self.fencing_token = before
             raise

@@ -238,8 +238,9 @@ class LeaseBlock(ABC):
     def _release_or_defer(self) -> bool:
         if self._deferred or not self._open:
             return False
-        is_live = any(each._hold.is_live() for each in self._each())
-        if is_live and transactions.transaction_is_open():
+        # An overdue one whose guard passed is pinned until the transaction ends.
+        counts = self._committed or any(x._hold.is_live() for x in self._each())
+        if counts and transactions.transaction_is_open():
             self._deferred = True
             transactions.at_end(transactions.RELEASE, self._release_at_end)
             return True
@@ -247,6 +248,8 @@ class LeaseBlock(ABC):
 
     def _release_at_end(self) -> None:
         try:
+            # With autocommit off, nobody sees when what was written is committed.
+            transactions.transaction_is_open()
             if self._open and not self._release_now() and not self._committed:
                 lost = self._lost()
                 logger.warning(
@@ -255,6 +258,7 @@ class LeaseBlock(ABC):
                     lost.reason,
                 )
         except self._backend.errors as error:
+            self._forsake()
             self._log_lapse(error)
 
     @abstractmethod

@@ -129,7 +129,8 @@ class Lease(LeaseBlock):
                 "held_for=%(held_for).3f",
                 facts,
             )
-            signals.lock_released.send_robust(self._hold.sender, **facts, lease=self)
+            sender = self._hold.sender
+            signals.send(signals.lock_released, sender, **facts, lease=self)
 
 
 class Leases(LeaseBlock, Mapping[str, Lease]):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from itertools import chain
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from . import clock, signals, validation
@@ -72,7 +75,7 @@ class Lock(Generic[L]):
     backend: str
 
     def __post_init__(self) -> None:
-        self._entered: dict[owners.Owner, list[L]] = {}
+        self._entered: list[_Entry[L]] = []
         self._is_literal = True
         self._templates: Mapping[str, str] = {}
         self._is_one = len(self.keys) == 1
@@ -110,7 +113,7 @@ class Lock(Generic[L]):
             keys=(keys,) if is_one else keys,
             note=note,
             on_locked=None,
-            _entered={},
+            _entered=[],
             _is_literal=False,
             _templates=templates,
             _is_one=is_one,
@@ -303,42 +306,80 @@ class Lock(Generic[L]):
 
     # As a context manager
 
-    @sync_only
     def __enter__(self) -> L:
+        return self._enter(_frame_that_others_may_close())
+
+    @sync_only
+    def _enter(self, frame: FrameType | None) -> L:
         attempts = self._attempts()
         lease = self._acquire(attempts)
         if self.atomic:
             lease.__enter__()
-        self._entered.setdefault(attempts[0].by, []).append(lease)
+        self._entered.append(_Entry(frame, attempts[0].by, lease))
         return lease
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._leave().__exit__(*exc_info)
+        self._leave(_frame_that_others_may_close()).__exit__(*exc_info)
 
-    async def __aenter__(self) -> L:
+    # Not coroutines themselves, so that whoever calls them is the block's own frame.
+
+    def __aenter__(self) -> Coroutine[Any, Any, L]:
+        return self._aenter(_frame_that_others_may_close())
+
+    async def _aenter(self, frame: FrameType | None) -> L:
         if self.atomic:
             raise TypeError(
                 "atomic=True can't be used with async with: Django has no async "
                 "transactions. Run the block through sync_to_async()."
             )
         lease = await self.aacquire()
-        self._entered.setdefault(owners.current(), []).append(lease)
+        self._entered.append(_Entry(frame, owners.current(), lease))
         return lease
 
-    async def __aexit__(self, *exc_info: Any) -> None:
-        await self._leave().__aexit__(*exc_info)
+    def __aexit__(self, *exc_info: Any) -> Coroutine[Any, Any, None]:
+        return self._leave(_frame_that_others_may_close()).__aexit__(*exc_info)
 
-    def _leave(self) -> L:
-        entered = self._entered
-        # One alone may be a generator's that another thread or task closes.
-        inside = list(entered)
-        me = inside[0] if len(inside) == 1 else owners.current()
-        if me not in entered:
+    def _leave(self, frame: FrameType | None) -> L:
+        """Return the lease of the block that is left, which counts as left."""
+        inside = list(self._entered)
+        found = [x for x in inside if frame is not None and x.frame is frame]
+        if not found:
+            # An ExitStack enters and leaves in frames of its own.
+            me = owners.current()
+            mine = [x for x in inside if x.by is me]
+            found = [x for x in mine if x.frame is None] or mine
+        if not found and len(inside) == 1:
+            found = inside
+        if not found:
             raise RuntimeError(f"{self!r} is left where it was not entered.")
-        lease = entered[me].pop()
-        if not entered[me]:
-            del entered[me]
-        return lease
+        self._entered.remove(found[-1])
+        return found[-1].lease
+
+
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[L]):
+    """A block that is under way.
+
+    Attributes:
+        frame: What the block is in, if others may close that.
+        by: Who entered it.
+    """
+
+    frame: FrameType | None
+    by: owners.Owner
+    lease: L
+
+
+_CLOSABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+
+
+def _frame_that_others_may_close() -> FrameType | None:
+    """Return the caller's caller, if it is a generator or coroutine.
+
+    Another thread or task may close it, as the garbage collector does.
+    """
+    frame = sys._getframe(2)
+    return frame if frame.f_code.co_flags & _CLOSABLE else None
 
 
 def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
@@ -351,6 +392,5 @@ def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
             "owner=%(owner)s fencing_token=%(fencing_token)s waited=%(waited).3f",
             facts,
         )
-        signals.lock_acquired.send_robust(
-            Lock, **facts, reentered=attempt.reentered, lease=lease
-        )
+        facts |= {"reentered": attempt.reentered, "lease": lease}
+        signals.send(signals.lock_acquired, Lock, **facts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from threading import Event
 from typing import Any
 
@@ -610,6 +612,51 @@ def test_robbed_of_two_databases(
     assert site.serve(view).get("/").exc_info[0] is LeaseLost
     for alias in ("default", "locks"):
         assert not Account.objects.using(alias).filter(name="mine").exists()
+
+
+@pytest.mark.parametrize("rob", [False, True], ids=["held", "robbed"])
+@pytest.mark.usefixtures("two_databases", "two_writers")
+def test_only_the_locks_database_is_rolled_back(
+    site: Site, settings: Any, key: str, other: OtherThread, rob: bool
+) -> None:
+    """The guard holds for the database that commits, whatever becomes of the lock's."""
+    settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
+
+    @distributed_lock(key, renew=False)
+    def view(request: HttpRequest) -> HttpResponse:
+        Account.objects.create(name="mine")
+        if rob:
+            other.do(DistributedLock.objects.using("locks").force_release, key)
+        transaction.set_rollback(True, using="locks")
+        return HttpResponse()
+
+    response = site.serve(view).get("/")
+    assert response.status_code == (500 if rob else 200)
+    assert added() is not rob
+
+
+@pytest.mark.usefixtures("two_databases", "readers_beside_a_writer")
+def test_guard_that_cannot_be_asked(site: Site, key: str) -> None:
+    """An old snapshot on the lock's database doesn't let another one commit."""
+    if connection.vendor != "sqlite" or connection.settings_dict["OPTIONS"].get(
+        "transaction_mode"
+    ):
+        pytest.skip("only a deferred transaction of SQLite can be too old to write")
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA journal_mode")
+        if cursor.fetchone()[0] != "wal":
+            pytest.skip("with a rollback journal nobody writes beside a reader")
+
+    @distributed_lock(key, lease=60)
+    def view(request: HttpRequest) -> HttpResponse:
+        Account.objects.count()
+        with closing(sqlite3.connect(connection.settings_dict["NAME"])) as raw, raw:
+            raw.execute("DELETE FROM testapp_account")
+        Account.objects.using("locks").create(name="mine")
+        return HttpResponse()
+
+    assert site.serve(view).get("/").status_code == 500
+    assert not Account.objects.using("locks").filter(name="mine").exists()
 
 
 @pytest.mark.parametrize("excluded", ["default", "locks"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import datetime, timezone
+from threading import Event
 from typing import Any
 
 import pytest
+from django.core.checks import run_checks
 from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
@@ -28,8 +30,9 @@ from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
 from dblocks.backends.database.fields import as_utc
 from dblocks.backends.gates import GateClosed
-from dblocks.models import DistributedLock
+from dblocks.models import DistributedLock, TokenFloor
 from tests.support.fixtures import OtherThread
+from tests.support.services import MariaDB
 from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.testapp.models import Account
 
@@ -206,6 +209,73 @@ def test_isolation_of_the_session(level: str) -> None:
     with closing(beside), beside.cursor() as cursor:
         cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
         assert dialects.of(beside).session_isolation(beside) == level
+
+
+# A server that rolls back whole transactions after a lock wait timeout
+
+THOROUGH = "thorough"
+
+
+@pytest.fixture
+def thorough(committed: None, settings: Any) -> Iterator[None]:
+    """Start such a server, which an alias and a backend reach."""
+    if dialects.of(connection).name != "mariadb":
+        pytest.skip("needs MariaDB")
+    options = ["--innodb-rollback-on-timeout=ON", "--innodb-lock-wait-timeout=1"]
+    with MariaDB(arguments=options) as server:
+        server.url()
+        connections.settings[THOROUGH] = connections.settings["default"] | {
+            "NAME": "dblocks",
+            "USER": "root",
+            "PASSWORD": "",
+            "HOST": "127.0.0.1",
+            "PORT": str(server.port),
+        }
+        path = "dblocks.backends.database.DatabaseBackend"
+        settings.DBLOCKS = {THOROUGH: {"BACKEND": path, "OPTIONS": {"using": THOROUGH}}}
+        with connections[THOROUGH].schema_editor() as editor:
+            for model in (DistributedLock, TokenFloor, Account):
+                editor.create_model(model)
+        yield
+        connections[THOROUGH].close()
+        del connections[THOROUGH]
+        del connections.settings[THOROUGH]
+
+
+@pytest.mark.parametrize("timeout", [0, 5])
+def test_rollback_on_timeout(
+    thorough: None, key: str, other: OtherThread, timeout: float
+) -> None:
+    """A transaction that a wait has ended can't be committed without its beginning."""
+    lock, began, over = transaction_lock(key, backend=THOROUGH), Event(), Event()
+
+    def hold() -> None:
+        with transaction.atomic(using=THOROUGH), lock:
+            began.set()
+            over.wait(DEADLINE)
+        connections[THOROUGH].close()
+
+    holding = other.start(hold)
+    assert began.wait(DEADLINE)
+    mine = Account.objects.using(THOROUGH)
+
+    @transaction.atomic(using=THOROUGH)
+    def work() -> None:
+        mine.create(name="mine")
+        with (
+            suppress(LockTimeout),
+            transaction_lock(key, backend=THOROUGH, timeout=timeout),
+        ):
+            pass
+        mine.create(name="also mine")
+
+    with suppress(OperationalError, transaction.TransactionManagementError):
+        work()
+    over.set()
+    holding.result(timeout=DEADLINE)
+    assert mine.count() in {0, 2}
+    found = [each.id for each in run_checks(tags=["database"], databases=[THOROUGH])]
+    assert "dblocks.W016" in found
 
 
 # MariaDB's snapshot isolation, at REPEATABLE READ

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import itemgetter
@@ -21,7 +23,7 @@ from django.db import (
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.database import connections as lock_connections
-from dblocks.backends.database import table
+from dblocks.backends.database import dialects, execution, table
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.waiting.wait import give_back
@@ -83,6 +85,27 @@ def test_missing_table_and_locked(key: str) -> None:
     """locked() doesn't answer without a table."""
     with without_table(), pytest.raises(DatabaseError, match=TABLE):
         distributed_lock(key).locked()
+
+
+class Held:
+    """What somebody has."""
+
+
+@pytest.mark.parametrize("run", [execution.execute, execution.fetch, dialects.ask])
+def test_error_keeps_no_frames(run: Callable[..., Any]) -> None:
+    """What callers of a failed statement had doesn't wait for the collector."""
+
+    def drop() -> weakref.ref[Held]:
+        held = Held()
+        with suppress(DatabaseError):
+            run(connection, "SELECT nothing FROM nowhere", {})
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert drop()() is None
+    finally:
+        gc.enable()
 
 
 def test_release_that_fails(acquire: Leases) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, connections, models, transaction
 
 from dblocks import Lease, LeaseLost
 from dblocks.models import DistributedLock
@@ -164,6 +164,34 @@ def test_save_of_a_new_instance(acquire: Leases) -> None:
     account = Account(name="new")
     account.save(fence=lease.fencing_token)
     assert mine(account).fencing_token == lease.fencing_token
+
+
+def test_save_of_a_row_that_another_inserts(
+    stale: Lease, current: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds no row, and saves after a successor inserted it, is refused."""
+    save = models.Model.save
+
+    def save_late(self: Account, **options: Any) -> None:
+        monkeypatch.undo()
+        theirs = {"name": "theirs", "fencing_token": current.fencing_token}
+        Account.objects.bulk_create([Account(pk=self.pk, **theirs)])
+        save(self, **options)
+
+    monkeypatch.setattr(models.Model, "save", save_late)
+    with pytest.raises(LeaseLost), transaction.atomic():
+        Account(pk=123456, name="mine").save(fence=stale)
+    monkeypatch.undo()
+    Account(pk=123457, name="mine").save(fence=stale)
+    assert [one.name for one in Account.objects.all()] == ["mine"]
+
+
+def test_update_of_a_row_that_is_found_twice(current: Lease, account: Account) -> None:
+    """A filter across a relation may find a row several times: it is one row."""
+    joined = Account.objects.filter(pk=account.pk).extra(tables=["django_content_type"])
+    assert joined.count() > 1
+    assert joined.fenced_update(current, balance=5) == 1
+    assert mine(account).balance == 5
 
 
 def test_plain_save_never_writes_the_token(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -719,7 +720,13 @@ class Interrupted(Exception):
 def test_signal_ends_a_wait(here: Any, key: str) -> None:
     """A handler that raises in the middle of a wait leaves nothing in the queue."""
 
-    def interrupt(*args: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name in {"__del__", "_remove"}:
+                # Python ignores what a finalizer or a weak reference's callback raises.
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+                return
+            frame = frame.f_back
         raise Interrupted
 
     previous = signal.signal(signal.SIGALRM, interrupt)

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from dblocks import LeaseLost, LockTimeout, distributed_lock
 from dblocks.backends.redis import scripts
+from dblocks.backends.redis.quorum import workers
 from dblocks.conf import backends
 from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
@@ -48,6 +49,21 @@ def use(settings: Any, locations: list[str], **config: Any) -> None:
     """Keep the locks of two aliases in these servers."""
     entry = {"BACKEND": BACKEND, "LOCATION": locations, **config}
     settings.DBLOCKS = {"default": entry, "second": entry}
+
+
+def test_release_without_threads(
+    servers: list[Redis], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the body raised is raised when no thread can be started to release."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(KeyError), distributed_lock(key, lease=5):  # noqa: PT012
+        workers.idle.clear()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        raise KeyError
+    monkeypatch.undo()
 
 
 def holders(servers: list[Redis], key: str) -> list[str]:

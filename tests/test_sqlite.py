@@ -62,6 +62,18 @@ def another_writer(seconds: float = DEADLINE) -> Iterator[None]:
         thread.join(DEADLINE)
 
 
+def test_looking_inside_a_transaction_begins_none(lock: Locks) -> None:
+    """locked() inside a block reads beside it, and leaves it able to write."""
+    if connection.settings_dict["OPTIONS"].get("transaction_mode"):
+        pytest.skip("a transaction that begins as a writer keeps the others out")
+    with transaction.atomic():
+        assert not lock().locked()
+        with closing(sqlite3.connect(connection.settings_dict["NAME"])) as raw, raw:
+            raw.execute("DELETE FROM testapp_account")
+        AccountFactory(name="mine")
+    assert Account.objects.filter(name="mine").exists()
+
+
 @contextmanager
 def only_reading() -> Iterator[None]:
     """What the block sends to the database writes nothing."""

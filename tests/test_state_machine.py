@@ -475,8 +475,17 @@ class Locks(RuleBasedStateMachine):
             assert proof.taken.held is all(part.lease.held for part in proof.parts)
 
 
+@pytest.fixture
+def forgotten(backend: str) -> None:
+    """Delete what other tests have locked: Redis keeps it for a day, to list it all."""
+    for server in getattr(backends[backend], "_servers", ()):
+        names = server.client.send("KEYS", f"{server._prefix}*")
+        for name in names:
+            server.client.send("DEL", name)
+
+
 @pytest.mark.needs("has_own_leases", "has_cooling", "has_movable_clock")
-def test_locks_follow_the_model(backend: str) -> None:
+def test_locks_follow_the_model(backend: str, forgotten: None) -> None:
     """Every sequence of verbs on locks and leases does what the contract says."""
     machine = type("Locks", (Locks,), {"alias": backend})
     run_state_machine_as_test(machine, settings=MANY)

@@ -18,6 +18,7 @@ from django.db import (
 from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock, signals
+from dblocks.backends.database import connections as lock_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
@@ -344,6 +345,15 @@ def committed_locks(readers_beside_a_writer: None) -> Iterator[None]:
     connections["locks"].close()
 
 
+def assert_pinned(key: str, obtainable: Callable[[], bool]) -> None:
+    """Wait for the end of a lease apart, whose key then goes to nobody."""
+    eventually(
+        lambda: locks.expired().filter(pk=key).exists(), what="the end of the lease"
+    )
+    with takes(at_most=1 + SLACK):
+        assert not obtainable()
+
+
 @two_databases
 @pytest.mark.usefixtures("committed_locks")
 class TestPinApart:
@@ -375,14 +385,64 @@ class TestPinApart:
                 outer.enter_context(transaction.atomic())
             with apart(atomic=True, lease=0.5, renew=False):
                 AccountFactory(name="mine")
-            eventually(
-                lambda: locks.expired().filter(pk=key).exists(),
-                what="the end of the lease",
-            )
-            with takes(at_most=1 + SLACK):
-                assert not obtainable()
+            assert_pinned(key, obtainable)
         assert Account.objects.filter(name="mine").exists()
         assert obtainable()
+
+    def test_overdue_after_a_block_on_the_locks_database(
+        self,
+        apart: Callable[..., Lock],
+        obtainable: Callable[[], bool],
+        key: str,
+    ) -> None:
+        """A transaction on the lock's database that ends first is no guard."""
+        lease = apart(atomic=True, lease=0.5, renew=False).acquire(timeout=0)
+
+        def write() -> None:
+            with transaction.atomic(using="locks"), lease:
+                AccountFactory(name="mine")
+
+        with transaction.atomic():
+            if connections["locks"].vendor == "sqlite":
+                with pytest.raises(TransactionManagementError, match="guarded"):
+                    write()
+                return
+            write()
+            assert_pinned(key, obtainable)
+        assert Account.objects.filter(name="mine").exists()
+
+    def test_pin_that_fails_at_first(
+        self,
+        apart: Callable[..., Lock],
+        obtainable: Callable[[], bool],
+        key: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Who tries again after the pin's connection failed has the row pinned."""
+        connect, failures = lock_connections.separate_connection, [True]
+
+        def fail_once(alias: str, **options: Any) -> Any:
+            made = connect(alias, **options)
+            if failures:
+                failures.pop()
+                monkeypatch.setattr(made, "connect", refuse)
+            return made
+
+        def refuse() -> None:
+            raise OperationalError("too many connections")
+
+        def write() -> None:
+            lease = apart(atomic=True, lease=0.5, renew=False).acquire(timeout=0)
+            with lease:
+                AccountFactory(name="mine")
+                monkeypatch.setattr(lock_connections, "separate_connection", fail_once)
+
+        with transaction.atomic():
+            with pytest.raises(OperationalError, match="too many"):
+                write()
+            write()
+            assert_pinned(key, obtainable)
+        assert Account.objects.filter(name="mine").exists()
 
     @pytest.mark.parametrize("same", [True, False], ids=["same key", "other key"])
     def test_pinned_twice(
@@ -417,11 +477,7 @@ class TestPinApart:
         with suppress(RolledBack), transaction.atomic():
             with apart(atomic=True, lease=0.5, renew=False):
                 AccountFactory(name="mine")
-            eventually(
-                lambda: locks.expired().filter(pk=key).exists(),
-                what="the end of the lease",
-            )
-            assert not obtainable()
+            assert_pinned(key, obtainable)
             raise RolledBack
         assert not Account.objects.filter(name="mine").exists()
         assert obtainable()
@@ -500,6 +556,46 @@ class TestApartInATestCase:
 
 
 # A release at the end that comes too late, or fails
+
+
+@pytest.mark.database_backend
+def test_overdue_and_guarded_inside_another_block(
+    lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an inner block has pinned is released after the outer one's end."""
+    lease = lock(atomic=True, lease=0.3, renew=False).acquire(timeout=0)
+    release, inside = backends[lease.backend].release, list[bool]()
+
+    def note(*arguments: Any, **options: Any) -> bool:
+        inside.append(connection.in_atomic_block)
+        return release(*arguments, **options)
+
+    monkeypatch.setattr(backends[lease.backend], "release", note)
+    with transaction.atomic():
+        with lease:
+            AccountFactory(name="mine")
+            eventually(lambda: lease.lost_reason, what="the end of the lease")
+        assert not inside
+    assert inside == [False]
+    assert Account.objects.filter(name="mine").exists()
+
+
+@two_databases
+@pytest.mark.database_backend
+def test_autocommit_switched_off_before_the_release(
+    lock: Locks, taken: Callable[..., bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A release that waits for a transaction whose end nobody sees: the lock lapses."""
+    lease = lock(lease=0.6).acquire(timeout=0)
+    try:
+        with transaction.atomic():
+            assert lease.release() is True
+            connections["locks"].set_autocommit(False)
+        assert any("left to lapse" in line for line in caplog.messages)
+    finally:
+        connections["locks"].set_autocommit(True)
+    assert not lease.held
+    eventually(lambda: not taken(), within=0.6 + SLACK, what="the end of the lease")
 
 
 @pytest.mark.database_backend

@@ -687,10 +687,13 @@ class TestGuardBesideOthers:
         assert granted.fencing_token > lease.fencing_token
         granted.release()
 
+    @pytest.mark.parametrize("also", [[], ["!"]], ids=["one key", "two keys"])
     def test_try_beside_a_guard_is_short(
-        self, acquire: Leases, lock: Locks, key: str, other: OtherThread
+        self, acquire: Leases, key: str, other: OtherThread, also: list[str]
     ) -> None:
         """A try against a guarded row answers within a second."""
+        keys = [key, *(key + more for more in also)]
+        distributed_lock(*keys).acquire(timeout=0).release()
         lease = acquire(lease=0.3, renew=False)
         eventually(
             lambda: locks.expired().filter(pk=key).exists(), what="the end of the lease"
@@ -698,7 +701,7 @@ class TestGuardBesideOthers:
         with transaction.atomic():
             lease.guard()
             with takes(at_most=1):
-                assert other.do(lock().try_acquire) is None
+                assert other.do(distributed_lock(*keys).try_acquire) is None
 
     def test_renewals_before_the_guard(self, acquire: Leases, account: Account) -> None:
         """A guard passes in a transaction with a snapshot older than renewals."""

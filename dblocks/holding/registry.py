@@ -40,8 +40,8 @@ class Registry:
         outdated = None
         if earlier is not None and earlier.is_live():
             ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
-            # The answer to an earlier request may arrive later.
-            outdated = hold if theirs > ours else earlier
+            # The answer to an earlier request may arrive later, and too late.
+            outdated = hold if theirs > ours or not hold.is_live() else earlier
         if outdated is not hold:
             with self._mutex:
                 self._latest[place] = ref
@@ -67,12 +67,14 @@ class Registry:
 
     def forget(self, now: float) -> None:
         """Forget holds that nothing refers to any more, and what is long over."""
+        # Of keys alone: a list of items is not made in one step before Python 3.12.
         with self._mutex:
-            for place, ref in list(self._latest.items()):
-                if ref() is None and self._latest.get(place) is ref:
+            for place in list(self._latest):
+                ref = self._latest.get(place)
+                if ref is not None and ref() is None:
                     del self._latest[place]
-        for lost, (_, until) in list(self._forfeited.items()):
-            if until <= now:
+        for lost in list(self._forfeited):
+            if self._forfeited.get(lost, (0, now))[1] <= now:
                 self._forfeited.pop(lost, None)
 
     def find(self, backend: BaseBackend, key: str) -> Hold | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from traceback import clear_frames
 
 from .holds import RELEASED, Hold, nobody
 
@@ -25,7 +27,7 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
             released[hold] = held
 
     # If one of them fails, the others are written all the same.
-    with ExitStack() as work:
+    with _without_frames(), ExitStack() as work:
         for hold in holds:
             work.enter_context(hold.mutex)
         told = [hold._give_back(committed) for hold in holds]
@@ -50,7 +52,7 @@ def undo_together(holds: list[Hold], owner: str | None = None) -> None:
     for hold in holds:
         # An interrupt below may keep the claims alive for a while.
         hold.promised = nobody
-    with ExitStack() as work:
+    with _without_frames(), ExitStack() as work:
         unused = []
         for hold in holds:
             work.enter_context(hold.mutex)
@@ -61,6 +63,20 @@ def undo_together(holds: list[Hold], owner: str | None = None) -> None:
                 work.callback(hold.release)
         if unused:
             work.callback(lambda: _undo(unused))
+
+
+@contextmanager
+def _without_frames() -> Iterator[None]:
+    """Clear what an error keeps alive.
+
+    A frame of ``ExitStack`` keeps the error that keeps the frame, and with it all
+    callers' leases until the garbage collector comes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        clear_frames(error.__traceback__)
+        raise
 
 
 def _undo(holds: list[Hold]) -> None:

@@ -55,10 +55,14 @@ async def call_in_thread(
     start(call)
     try:
         return await call.received
-    except BaseException:
-        if not call.ends_first():
+    except BaseException as error:
+        if not call.ends_first() and not call.failed_with(error):
             start(call.drop)
         raise
+    finally:
+        # Its error would keep this frame, and all that wait for it with their leases,
+        # until the garbage collector comes.
+        del call
 
 
 #: The event loop itself keeps no reference to them.
@@ -89,15 +93,22 @@ class _Call(Generic[T]):
 
     def __call__(self) -> None:
         try:
-            self._result = self._function()
-        except BaseException as error:
-            self._error = error
-        if self.ends_first():
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._pass_on)
-                return
-            # The loop is closed, and its waiters are gone.
-        self.drop()
+            try:
+                self._result = self._function()
+            except BaseException as error:
+                self._error = error
+            if self.ends_first():
+                with suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._pass_on)
+                    return
+                # The loop is closed, and its waiters are gone.
+            self.drop()
+        finally:
+            # As in call_in_thread().
+            del self
+
+    def failed_with(self, error: BaseException) -> bool:
+        return error is self._error
 
     def ends_first(self) -> bool:
         """Tell whether the call or the wait, whichever asks, is the first to end."""

@@ -267,8 +267,9 @@ class _Wait:
             seen = Reading(permit=seen.permit)
         if (observer := signals.observer) is not None:
             observer.timed_out(attempt)
-        signals.lock_timed_out.send_robust(
-            sender=attempt.sender,
+        signals.send(
+            signals.lock_timed_out,
+            attempt.sender,
             key=self.key,
             permit=seen.permit,
             backend=self.backend.alias,

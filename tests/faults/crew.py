@@ -19,6 +19,7 @@ import pytest
 from django.db import connections
 
 from tests.faults.history import WHATS, Event
+from tests.faults.scale import LATE
 from tests.support.timing import DEADLINE, eventually, starved
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -89,16 +90,16 @@ class Member:
     def deadline(self, loss: Told) -> float | None:
         """Return the moment by which it had to tell of a loss, if that is known.
 
-        Who was stopped at that moment can tell when it goes on, and later if it then
-        is without a processor.
+        Who was stopped at that moment, or when about to tell, can tell when it goes on,
+        and later if it then is without a processor.
         """
         deadline: float | None = loss["deadline"]
         for stopped, resumed in self.pauses:
             if not loss["before"] <= stopped <= resumed <= loss["after"]:
                 continue
             over = resumed - stopped >= loss["lease"]
-            if over if deadline is None else stopped <= deadline <= resumed:
-                return resumed + loss["starved"] - self.starved[resumed]
+            if over if deadline is None else stopped - LATE <= deadline <= resumed:
+                deadline = resumed + loss["starved"] - self.starved[resumed]
         return deadline
 
     def kill(self) -> float:

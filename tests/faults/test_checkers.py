@@ -170,6 +170,15 @@ def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:
     assert member.deadline(whole) == deadline
 
 
+@pytest.mark.parametrize(("ran", "deadline"), [(0.5, 5.0), (1.5, 3.0)])
+def test_deadline_of_one_that_is_stopped_again(ran: float, deadline: float) -> None:
+    """Who goes on too briefly to tell may tell when it goes on again."""
+    member = Member.__new__(Member)
+    member.pauses, member.starved = [(2.0, 3.0), (3.0 + ran, 5.0)], {3.0: 4.0, 5.0: 4.0}
+    loss = {"deadline": None, "before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0}
+    assert member.deadline(loss) == deadline
+
+
 def test_planted_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound on time is missed by who sleeps, not by who had no processor."""
     with pytest.raises(AssertionError, match="took 0"), takes(at_most=0.05):

@@ -428,9 +428,9 @@ def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> No
     By turns with the crowd and without, and of the turns the middle one: what else the
     machine has to do comes and goes.
     """
-    processes, threads, length = pick(3, 20), pick(10, 50), pick(1.0, 5.0)
+    processes, threads, length = pick(3, 20), pick(10, 50), pick(0.5, 5.0)
     turns = {False: list[list[int]](), True: list[list[int]]()}
-    for crowded in [False, True] * pick(1, 5):
+    for crowded in [False, True] * pick(3, 5):
         with distributed_lock(f"{key}:a", lease=60).acquire(timeout=0):
             start = soon()
             crowd = []

@@ -15,8 +15,8 @@ from . import dialects
 
 
 class DatabaseChecks(BaseBackend):
-    """The part of the engine that answers checks: E002, W001 to W005, W007, W014 and
-    W015."""
+    """The part of the engine that answers checks: E002, W001 to W005, W007, W014 to
+    W016."""
 
     def check_configured(self) -> None:
         connections[self.using]

@@ -184,19 +184,31 @@ def pin_connection(alias: str) -> Connection:
     """Return a connection in a transaction that ends after this thread's last one."""
     connection = _thread.pins.get(alias)
     if connection is None:
-        connection = _thread.pins[alias] = separate_connection(alias)
+        connection = separate_connection(alias)
+        try:
+            connection.ensure_connection()
+            connection.set_autocommit(
+                False, force_begin_transaction_with_broken_autocommit=True
+            )
+        except BaseException:
+            close(connection)
+            raise
         transactions.at_end(transactions.UNPIN, partial(_discard, _thread.pins, alias))
-        connection.ensure_connection()
-        connection.set_autocommit(
-            False, force_begin_transaction_with_broken_autocommit=True
-        )
+        _thread.pins[alias] = connection
     return connection
+
+
+def is_alone(connection: Any) -> bool:
+    """Tell whether another connection wouldn't see what this one does."""
+    is_server = dialects.of(connection).has_row_locks
+    in_memory = not is_server and connection.is_in_memory_db()
+    return in_memory or transactions.in_test_case(connection)
 
 
 @contextmanager
 def reading_beside(connection: Connection) -> Iterator[Connection]:
     """A connection for reads that an open transaction can't make, or not yet."""
-    alone = transactions.in_test_case(connection) or connection.is_in_memory_db()  # type: ignore[attr-defined]
+    alone = is_alone(connection)
     beside = connection if alone else separate_connection(connection.alias)
     try:
         yield beside
@@ -278,9 +290,8 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
             'locks in a database file of their own (OPTIONS={"using": …}).'
         )
     if in_block:
-        in_test = transactions.in_test_case(connection)
-        apart = not in_test and dialects.of(connection).has_row_locks
-        return _beside(alias) if apart else connection
+        # A read, too, would begin a snapshot there on SQLite, or see an old one.
+        return connection if is_alone(connection) else _beside(alias)
     if connection.connection is None:
         if _would_use_pool(connection):
             return connection

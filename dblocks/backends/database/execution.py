@@ -57,7 +57,7 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
     dialect = dialects.of(connection)
     with dialect.cursor(connection) as cursor:
         if dialect.returns_rows:
-            cursor.execute(*_filled(dialect, sql, values))
+            dialects.send(cursor, *_filled(dialect, sql, values))
             return cursor.rowcount, None
         inside = disturbed = False
 
@@ -73,7 +73,7 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
         wrappers = connection.execute_wrappers
         wrappers.append(note)
         try:
-            cursor.execute(*_filled(dialect, sql, values))
+            dialects.send(cursor, *_filled(dialect, sql, values))
         finally:
             wrappers.remove(note)
         if disturbed:
@@ -98,8 +98,8 @@ def fetch(
     dialect = dialects.of(connection)
     kept = again and len(values) <= MOST_KEPT
     with dialect.cursor(connection) if kept else connection.cursor() as cursor:
-        cursor.execute(*_filled(dialect, sql, values))
-        return list(cursor.fetchall())
+        # Read to the end: only then is the statement over, and on SQLite committed.
+        return list(dialects.send(cursor, *_filled(dialect, sql, values), "fetchall"))
 
 
 def new_version(connection: Connection, sql: str, values: Values) -> int | None:
@@ -108,10 +108,7 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
     if not dialect.returns_rows:
         rowcount, version = execute(connection, sql, values)
         return version if rowcount else None
-    with dialect.cursor(connection) as cursor:
-        cursor.execute(*_filled(dialect, sql, values))
-        # Read to the end: only then is the statement over, and on SQLite committed.
-        rows = cursor.fetchall()
+    rows = fetch(connection, sql, values, again=True)
     if not rows:
         return None
     row = rows[0]

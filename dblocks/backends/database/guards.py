@@ -49,22 +49,47 @@ class DatabaseGuards(BaseBackend):
 
     def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:
         connection = connections[self.using]
-        # With several databases, the first one commits last.
-        last = self.using not in aliases or self.using == aliases[0]
-        can_pin = dialects.of(connection).has_row_locks
-        if transactions.in_test_case(connection) or (
-            connection.in_atomic_block and (last or not can_pin)
-        ):
-            self._verify(connection, grants, commits=True)
+        if transactions.in_test_case(connection) or self._ends_last(aliases):
+            self._verify(connection, grants, alone=set(aliases) == {self.using})
         else:
             if dialects.of(connection).certifies:
                 # The pinning transaction is rolled back, so other nodes never see it.
                 self._touch(grants)
             self._verify(pin_connection(self.using), grants)
 
+    def _ends_last(self, aliases: Sequence[str]) -> bool:
+        """Tell whether the caller's transaction here outlasts those that now commit.
+
+        Raises:
+            TransactionManagementError: It may not, and SQLite allows no other.
+        """
+        connection = connections[self.using]
+        can_pin = dialects.of(connection).has_row_locks
+        if not connection.in_atomic_block or (can_pin and connection.needs_rollback):
+            return False
+        # With several databases, the first one commits last.
+        if self.using == aliases[0]:
+            return True
+        if self.using in aliases:
+            return not can_pin
+        outermost = [transactions.is_outermost(connections[a]) for a in aliases]
+        if not can_pin and not all(outermost):
+            raise TransactionManagementError(
+                f"The commit can't be guarded: the transaction on {self.using!r}, "
+                f"where the lock is, may end before the outermost one on "
+                f"{', '.join(map(repr, aliases))}, and SQLite has one writer. Leave "
+                f"out the one on {self.using!r}."
+            )
+        return all(outermost)
+
     def _verify(
-        self, connection: Connection, grants: Sequence[Grant], *, commits: bool = False
+        self, connection: Connection, grants: Sequence[Grant], *, alone: bool = False
     ) -> None:
+        """Verify and pin grants.
+
+        Args:
+            alone: The connection's transaction commits next, and no other one with it.
+        """
         dialect = dialects.of(connection)
         missing, error = list(grants), None
         blame = partial(self._blame, grants)
@@ -83,7 +108,7 @@ class DatabaseGuards(BaseBackend):
         if not dialect.has_row_locks and error is not None and not reason:
             # Somebody else writes, or has written: this transaction, which began with
             # a read, has written nothing and can't.
-            if commits:
+            if alone:
                 return
             raise error
         raise _lease_lost(lost, reason)

@@ -8,35 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...permits import row_keys
 from ..gates import GateClosed
 from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
-from . import permit_rows, several_rows, table, transactions
+from . import permit_rows, several_rows, table
+from .connections import is_alone
 from .file_locks import FileLock, gate_of
 
 MOST_GATES = 32
 """The most gates that one acquisition enters; each has a file open."""
 
 
-def is_file(connection: Any) -> bool:
-    """Tell whether other connections reach the same database."""
-    in_test = transactions.in_test_case(connection)
-    return not in_test and not connection.is_in_memory_db()
-
-
 def gate(connection: Connection, key: str) -> FileLock | None:
     """Return a new gate to queue at for a key, if there is one."""
-    return gate_of(connection, key) if is_file(connection) else None
+    return None if is_alone(connection) else gate_of(connection, key)
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
     """Grant a key, or one of its permits."""
     is_one = request.permits == 1
-    if not is_file(connection) or (request.queued and is_one):
+    if is_alone(connection) or (request.queued and is_one):
         grants = table.take if is_one else permit_rows.take
         return grants(connection, request)
     return _take_one(connection, request) if is_one else _take_any(connection, request)
@@ -89,7 +83,7 @@ def take_all(
 ) -> list[Granted] | None:
     """Grant several keys that have rows and are free, all or none of them."""
     gates: dict[str, FileLock] = {}
-    if is_file(connection) and len(keys) <= MOST_GATES:
+    if not is_alone(connection) and len(keys) <= MOST_GATES:
         gates = dict(_enter(connection, keys, most=len(keys)))
     try:
         if len(gates) < len(keys):

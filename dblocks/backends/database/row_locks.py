@@ -277,9 +277,13 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
     except Incomplete:
         return None
     except OperationalError as error:
-        if dialect.is_wait_over(error):
-            raise WaitOver from error
-        raise
+        if not dialect.is_wait_over(error):
+            raise
+        if not mark and dialect.has_ended_transaction(connection, error):
+            # What the caller wrote before would be missing, and the rest committed.
+            transaction.set_rollback(True, using=connection.alias)
+            raise
+        raise WaitOver from error
 
 
 def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:

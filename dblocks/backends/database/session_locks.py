@@ -107,8 +107,7 @@ def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
         return {}
     dialect = dialects.of(connection)
     with connection.cursor() as cursor:
-        cursor.execute(dialect.queues)
-        lengths = dict(cursor.fetchall())
+        lengths = dict(dialects.send(cursor, dialect.queues, None, "fetchall"))
     names = {key: dialect.session_lock_name(connection, key) for key in keys}
     # The first of a queue has the gate; but the key's holder may have it too.
     firsts = {key: dialect.session_lock_name(connection, key + _FIRST) for key in names}

@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from django.db import DatabaseError, connections, transaction
@@ -60,6 +61,12 @@ def in_transaction(connection: Connection) -> bool:
     """Tell whether the caller, apart from a ``TestCase``, has a transaction open."""
     blocks: list[Any] = connection.atomic_blocks
     return connection.in_atomic_block and not all(b._from_testcase for b in blocks)
+
+
+def is_outermost(connection: Connection) -> bool:
+    """Tell whether the caller's innermost block is the one that commits."""
+    blocks: list[Any] = connection.atomic_blocks
+    return sum(not block._from_testcase for block in blocks) == 1
 
 
 def transaction_is_open() -> bool:
@@ -184,11 +191,10 @@ def _forget_row_locks(connection: Connection, exc_type: object) -> None:
 
 
 def _outermost_left(thread: _Thread) -> None:
-    try:
+    # What is due finds out by itself that autocommit was switched off by hand.
+    with suppress(TransactionManagementError):
         if not any(thread.due) or transaction_is_open():
             return
-    except TransactionManagementError:
-        return
     due, thread.due = thread.due, ([], [], [])
     _run_all([function for stage in due for function in stage])
 
@@ -204,5 +210,9 @@ def _run_all(functions: list[Callable[[], object]]) -> None:
             if not isinstance(error, Exception):
                 # An interrupt came before, during or after it.
                 _run_all([function])
-    if first is not None:
-        raise first
+    try:
+        if first is not None:
+            raise first
+    finally:
+        # This frame, which the error keeps, must not keep the error.
+        del first

@@ -137,7 +137,15 @@ class Client:
             return self._idle.pop()
         except IndexError:
             connection: Any = self._pool.make_connection()
-            connection.connect()
+            try:
+                connection.connect()
+            except Exception as error:
+                # One of redis-py's frames keeps an error that keeps the frame, and with
+                # it all callers' leases until the garbage collector comes.
+                cause = error.__context__
+                while cause is not None:
+                    cause.__traceback__, cause = None, cause.__context__
+                raise
             return connection
 
     def _give_back(self, connection: Any) -> None:

@@ -94,7 +94,11 @@ class QuorumBackend(Servers):
     ) -> tuple[dict[Server, T], list[RedisError]]:
         asked: dict[Future[T], Server] = {Future(): each for each in servers}
         for future, server in asked.items():
-            workers.start(partial(_answer, future, question, server))
+            try:
+                workers.start(partial(_answer, future, question, server))
+            except RuntimeError as refusal:
+                # No thread can be started, as when the interpreter ends.
+                future.set_exception(ConnectionError(f"not asked: {refusal}"))
         wait(asked)
         answers: dict[Server, T] = {}
         errors: list[RedisError] = []

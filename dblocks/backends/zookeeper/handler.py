@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
@@ -99,7 +100,9 @@ class Answer:
         if not (self.wait(timeout) if block else self._is_here):
             raise KazooTimeoutError
         if self.exception is not None:
-            raise self.exception
+            # Not itself: with its traceback it would keep all callers' frames, and
+            # their leases, alive until the garbage collector comes.
+            raise copy(self.exception)
         return self.value
 
 

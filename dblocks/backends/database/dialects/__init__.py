@@ -11,12 +11,12 @@ from typing import Any
 from django.db import NotSupportedError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .base import FLOOR, TABLE, Dialect, ask
+from .base import FLOOR, TABLE, Dialect, ask, send
 from .mysql import MariaDB, MySQL, SnapshotMariaDB
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
-__all__ = ["FLOOR", "TABLE", "Dialect", "ask", "of"]
+__all__ = ["FLOOR", "TABLE", "Dialect", "ask", "of", "send"]
 
 _DIALECTS: dict[str, Dialect] = {"sqlite": SQLite(), "postgresql": PostgreSQL()}
 _LOOKALIKES = {

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from django.core.checks import CheckMessage
+from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
@@ -142,6 +143,12 @@ class Dialect:
         """Tell whether the row changed behind the snapshot of the transaction."""
         return self.code(error) == self.stale_snapshot
 
+    def has_ended_transaction(
+        self, connection: Connection, error: BaseException
+    ) -> bool:
+        """Tell whether a wait that is over has rolled the transaction back."""
+        return False
+
     def is_lost(self, error: BaseException) -> bool:
         """Tell whether the error means that the connection is gone."""
         return False
@@ -254,8 +261,21 @@ def digest(prefix: str, key: str) -> bytes:
     return hashlib.sha256(f"{prefix}\0{key}".encode()).digest()
 
 
+def send(cursor: Any, sql: str, params: Any, fetch: str | None = None) -> Any:
+    """Run a statement on a cursor; return what that method of the cursor fetches.
+
+    An error leaves without Django's frames. One of these refers to the error, which
+    refers to the frame: until the garbage collector finds the two, all callers' frames
+    would live on, and with them leases that nobody else refers to.
+    """
+    try:
+        cursor.execute(sql, params)
+        return None if fetch is None else getattr(cursor, fetch)()
+    except Error as error:
+        raise error.with_traceback(None)  # noqa: B904
+
+
 def ask(connection: Connection, sql: str, params: Any = None) -> Any:
     """Return the first row that a statement returns."""
     with connection.cursor() as cursor:
-        cursor.execute(sql, params)
-        return cursor.fetchone()
+        return send(cursor, sql, params, "fetchone")

@@ -20,6 +20,11 @@ NAMES_AT_ONCE = 500
 """Session locks that one statement asks for."""
 
 
+def _rolls_back_on_timeout(connection: Connection) -> bool:
+    """Tell whether a lock wait timeout ends the whole transaction."""
+    return bool(ask(connection, "SELECT @@innodb_rollback_on_timeout")[0])
+
+
 class MySQL(Dialect):
     """MySQL; what MariaDB doesn't do differently holds for it too."""
 
@@ -98,11 +103,18 @@ class MySQL(Dialect):
     def has_lost_conflict(self, error: BaseException) -> bool:
         return self.code(error) == 1213
 
+    def has_ended_transaction(
+        self, connection: Connection, error: BaseException
+    ) -> bool:
+        return self.code(error) == 1205 and _rolls_back_on_timeout(connection)
+
     def is_lost(self, error: BaseException) -> bool:
         return isinstance(error, InterfaceError) or self.code(error) in self._LOST
 
     def isolation(self, connection: Any) -> str | None:
-        level: str | None = connection.isolation_level or "repeatable read"
+        # Django sets it when it connects.
+        level: str | None = getattr(connection, "isolation_level", None)
+        level = level or "repeatable read"
         return level if level in {"repeatable read", "serializable"} else None
 
     keeps_row_locks = True
@@ -215,6 +227,13 @@ class MySQL(Dialect):
                 f"Run ALTER TABLE {TABLE} ENGINE=InnoDB.",
             )
         yield from self.check_collation(connection.alias, collation)
+        if _rolls_back_on_timeout(connection):
+            yield warning(
+                "W016",
+                f"After a lock wait timeout, the server of {connection.alias!r} rolls "
+                f"back the whole transaction, and later statements begin another.",
+                "Switch innodb_rollback_on_timeout off.",
+            )
         if self.certifies:
             yield from clock_findings(connection)
         if connection.mysql_version < self.oldest:

@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage
 from django.db import DatabaseError, InterfaceError, OperationalError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .base import TABLE, Dialect, ask, digest
+from .base import TABLE, Dialect, ask, digest, send
 
 PREPARE_AFTER = 5
 """Grants on one connection after which the server keeps the plans of what follows."""
@@ -108,7 +108,9 @@ class PostgreSQL(Dialect):
     def all_or_none(self, change: str, which: str, n: int) -> str:
         rows = f"SELECT {self.key} FROM {self.table} WHERE {which}"
         return (
-            f"WITH due AS MATERIALIZED ({rows} FOR NO KEY UPDATE SKIP LOCKED) "
+            # The version is a part of a unique index, so a weaker lock would not pass
+            # over a row that a guard has pinned, and the update would wait for it.
+            f"WITH due AS MATERIALIZED ({rows} FOR UPDATE SKIP LOCKED) "
             f"UPDATE {self.table} SET {change} "
             f"WHERE {self.key} = ANY(ARRAY(SELECT {self.key} FROM due)) "
             f"AND (SELECT COUNT(*) FROM due) = {n}"
@@ -235,8 +237,8 @@ class PostgreSQL(Dialect):
         self, connection: Connection, names: Sequence[str | int]
     ) -> set[str | int]:
         with connection.cursor() as cursor:
-            cursor.execute(self._advisory_locks("granted"))
-            return {name for name, _ in cursor.fetchall()}.intersection(names)
+            taken = send(cursor, self._advisory_locks("granted"), None, "fetchall")
+        return {name for name, _ in taken}.intersection(names)
 
     def findings(self, connection: Connection) -> Iterator[CheckMessage]:
         row = ask(
