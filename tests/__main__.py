@@ -36,6 +36,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
+FEWEST_JOBS, MOST_JOBS = 4, 8
+#: Seconds after which the load shows what a run does.
+SETTLING = 20
 #: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
 #: of the servers. Without such a folder, wherever temporary files are.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -117,12 +120,25 @@ class Run:
             yield float(test.get("time", 0)), f"{self.name}: {name}"
 
 
-def run_all(runs: list[Run], *, jobs: int, arguments: list[str]) -> list[str]:
+def may_start(running: list[Run], jobs: int | None) -> bool:
+    """Tell whether another run may start beside these.
+
+    Tests mostly wait. Unless told how many, more go on where that leaves processors
+    idle, once the load shows what those do that run already.
+    """
+    if jobs is not None or len(running) < FEWEST_JOBS:
+        return len(running) < (jobs or FEWEST_JOBS)
+    settled = time.monotonic() - running[-1].started_at > SETTLING
+    idle = os.getloadavg()[0] < (os.cpu_count() or 1)
+    return settled and idle and len(running) < MOST_JOBS
+
+
+def run_all(runs: list[Run], *, jobs: int | None, arguments: list[str]) -> list[str]:
     """Run what is given, some at a time; the names of those that failed."""
     waiting, running, failed = list(runs), list[Run](), list[str]()
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            while waiting and may_start(running, jobs):
                 running.append(waiting.pop(0))
                 running[-1].start()
             for run in [run for run in running if run.ended()]:
@@ -200,8 +216,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.environ.get("DBLOCKS_TEST_JOBS", "4"),
-        help="runs at a time (default: $DBLOCKS_TEST_JOBS or 4)",
+        default=os.environ.get("DBLOCKS_TEST_JOBS"),
+        help="runs at a time (default: $DBLOCKS_TEST_JOBS, or "
+        f"{FEWEST_JOBS} to {MOST_JOBS} as processors are idle)",
     )
     return parser.parse_known_args()
 

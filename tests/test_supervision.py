@@ -36,11 +36,11 @@ from tests.support.commands import (
     run,
     running,
     shell,
-    state_of,
     stubborn_family,
 )
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
+from tests.support.processes import state_of
 from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 # Streams

@@ -58,11 +58,6 @@ def running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state: ``T`` is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def gone(*pids: int, within: float = DEADLINE) -> None:
     """Wait until none of the processes runs."""
     eventually(

@@ -1,4 +1,4 @@
-"""Child processes that see the test's database and speak JSON, one event per line.
+"""Child processes that see the test's database and tell what happens.
 
 Each event carries ``at``, the moment by ``time.monotonic()``: on Linux one clock for
 all processes of a machine, so that events of several processes can be put in order.
@@ -6,7 +6,7 @@ all processes of a machine, so that events of several processes can be put in or
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import queue
 import signal
@@ -22,11 +22,17 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from tests.support.timing import DEADLINE
+from tests.support.timing import DEADLINE, eventually
+from tests.support.worker import serve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 Event = dict[str, Any]
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state: ``T`` is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def inherited() -> dict[str, str]:
@@ -50,22 +56,30 @@ def run_python(
     )
 
 
-class Worker:
-    """A child process; it runs programs of ``tests.support.worker`` in turn."""
+#: Where a fork is quick and safe: in a process that has loaded everything, and does
+#: nothing but fork.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["__main__", "tests.support.preloaded"])
 
-    def __init__(self) -> None:
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
+
+class Worker:
+    """A child process; it runs programs of ``tests.support.worker`` in turn.
+
+    ``place`` replaces settings of its default database.
+    """
+
+    def __init__(self, place: Mapping[str, Any] | None = None) -> None:
+        databases = {
+            alias: {"NAME": connections[alias].settings_dict["NAME"]}
+            for alias in connections
         }
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "DBLOCKS_TEST_NAMES": json.dumps(names, default=str)},
-            text=True,
-            start_new_session=True,
+        databases["default"].update(place or {})
+        self._pipe, theirs = FORKING.Pipe()
+        self._child = FORKING.Process(
+            target=serve, args=(theirs, databases), daemon=True
         )
+        self._child.start()
+        theirs.close()
         self._events: queue.Queue[Event] = queue.Queue()
         self._reader = threading.Thread(
             target=self._read, name="worker-events", daemon=True
@@ -75,12 +89,14 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        pid = self._child.pid
+        assert pid is not None
+        return pid
 
     def _read(self) -> None:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            self._events.put(json.loads(line))
+        with suppress(EOFError, OSError):
+            while True:
+                self._events.put(self._pipe.recv())
         self._events.put({"event": "gone", "at": time.monotonic()})
 
     def run(self, program: str, **arguments: Any) -> None:
@@ -89,10 +105,8 @@ class Worker:
         self.tell(program, **arguments)
 
     def tell(self, word: str, **arguments: Any) -> None:
-        """Send one line."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps({"word": word, **arguments}) + "\n")
-        self._child.stdin.flush()
+        """Send one message."""
+        self._pipe.send({"word": word, **arguments})
 
     def next(self, within: float = DEADLINE) -> Event:
         """Return the next event, whatever it is."""
@@ -120,33 +134,34 @@ class Worker:
     def stop(self) -> None:
         """Suspend the process and wait until it stands."""
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        eventually(lambda: state_of(self.pid) == "T", what="the stop")
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> float:
         """End it with SIGKILL; return when."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self._child.wait(timeout=DEADLINE)
+        self._child.kill()
+        self._child.join(timeout=DEADLINE)
+        assert not self.alive
         self._reader.join(timeout=DEADLINE)
-        for pipe in (self._child.stdin, self._child.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
+        self._pipe.close()
         self.idle = False
         return time.monotonic()
 
     @property
     def alive(self) -> bool:
-        return self._child.poll() is None
+        return self._child.is_alive()
 
 
 class Fleet:
-    """Idle workers, kept from test to test."""
+    """Idle workers, kept from test to test.
 
-    def __init__(self) -> None:
+    ``place`` replaces settings of their default database.
+    """
+
+    def __init__(self, place: Mapping[str, Any] | None = None) -> None:
+        self._place = place
         self._idle: list[Worker] = []
 
     def take(self) -> Worker:
@@ -155,7 +170,7 @@ class Fleet:
             if worker.alive:
                 return worker
             worker.kill()
-        return Worker()
+        return Worker(self._place)
 
     def give_back(self, worker: Worker) -> None:
         """Keep a worker whose program has ended; kill any other."""

@@ -27,8 +27,8 @@ from django.db import Error, connections
 
 #: Seconds that one round may take, however busy the machine.
 ROUND = 10.0
-#: At how many lines a sweep stops by at most.
-STOPS = 400
+#: At about how many lines a sweep stops, each time at others; all are a thousand.
+STOPS = int(os.environ.get("DBLOCKS_TEST_STOPS", "100"))
 
 Action = Callable[[], None]
 
@@ -176,7 +176,7 @@ class Cast:
 
 
 def sweep(key: str, backend: str, subject: str, action: str) -> None:
-    """Do one thing again and again, interrupted at each of its lines in turn."""
+    """Do one thing again and again, interrupted at many of its lines in turn."""
     cast = Cast(key, backend)
     errors: list[str] = []
     taken = cast.lock("taken", owner="somebody").acquire(timeout=0)
@@ -213,7 +213,8 @@ def sweep(key: str, backend: str, subject: str, action: str) -> None:
     run(0, "nothing")
     lines = run(0, "nothing")
     assert lines > 20
-    for number in range(1, lines + 1, max(1, lines // STOPS)):
+    step = max(1, lines // STOPS)
+    for number in range(random.randint(1, step), lines + 1, step):
         run(number, action)
     assert taken.release() is True
 

@@ -1,35 +1,35 @@
-"""The other process: ``python -m tests.support.worker`` on the test's database.
+"""The other process, on the test's database.
 
-A line ``{"word": PROGRAM, ...}`` starts a program; it answers with events and may wait
-for further words; ``done`` follows when it has ended.
+A message ``{"word": PROGRAM, ...}`` starts a program; it answers with events and may
+wait for further words; ``done`` follows when it has ended.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
-import django
 from django.db import connections, transaction
+
+#: To the parent; set in the child alone.
+pipe: Connection
 
 
 def emit(event: str, **data: Any) -> None:
-    """Write one event with the moment at which it happened."""
-    line = json.dumps({"event": event, "at": time.monotonic(), **data})
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Send one event with the moment at which it happened."""
+    pipe.send({"event": event, "at": time.monotonic(), **data})
 
 
 def receive() -> dict[str, Any]:
-    """Read one line; the parent's end of file ends this process."""
-    line = sys.stdin.readline()
-    if not line:
+    """Receive one message; the parent's end ends this process."""
+    try:
+        message: dict[str, Any] = pipe.recv()
+    except EOFError:
         sys.exit(0)
-    message: dict[str, Any] = json.loads(line)
     return message
 
 
@@ -205,11 +205,16 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 
-def main() -> None:
-    """Run programs until the parent closes the pipe."""
-    django.setup()
-    for alias, name in json.loads(os.environ["DBLOCKS_TEST_NAMES"]).items():
-        connections.settings[alias]["NAME"] = name
+def serve(channel: Connection, databases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Run programs until the parent closes the pipe.
+
+    ``databases``: what replaces the databases' settings, by alias.
+    """
+    global pipe
+    pipe = channel
+    os.setsid()
+    for alias, replaced in databases.items():
+        connections.settings[alias].update(replaced)
     while True:
         message = receive()
         program = PROGRAMS[message.pop("word")]
@@ -219,7 +224,3 @@ def main() -> None:
             emit("error", type=type(error).__name__, message=str(error))
         connections.close_all()
         emit("done")
-
-
-if __name__ == "__main__":
-    main()

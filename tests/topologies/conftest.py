@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import environ
 import psycopg
 import pytest
 from django.db import connection, connections
@@ -43,14 +44,14 @@ def pooler(postgres: int) -> Iterator[MakePooler]:
 
 @pytest.fixture
 def workers_through(
-    postgres: int, monkeypatch: pytest.MonkeyPatch
+    postgres: int,
 ) -> Iterator[Callable[[str], Workers]]:
-    """Start worker processes that reach the test's database at another URL."""
+    """Start worker processes that reach a database at another URL."""
     fleets: list[tuple[Workers, Fleet]] = []
 
     def through(url: str) -> Workers:
-        monkeypatch.setenv("DATABASE_URL", url)
-        fleet = Fleet()
+        place = environ.Env.db_url_config(url)
+        fleet = Fleet({name: value for name, value in place.items() if value})
         fleets.append((Workers(fleet), fleet))
         return fleets[-1][0]
 
