@@ -458,13 +458,15 @@ def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> No
         each = sorted(took[int(part * len(took))] for took in turns[crowded])
         return each[len(each) // 2]
 
-    p50s, p99s = (
-        [middle(crowded, part) for crowded in (False, True)] for part in (0.5, 0.99)
+    # A hundredth needs thousands of cycles; of a hundred it is the one worst.
+    tail = pick(0.9, 0.99)
+    p50s, tails = (
+        [middle(crowded, part) for crowded in (False, True)] for part in (0.5, tail)
     )
     figures |= {"waiters": processes * threads}
-    figures |= {"p50 alone (µs)": p50s[0], "p50 beside (µs)": p50s[1]}
-    figures |= {"p99 alone (µs)": p99s[0], "p99 beside (µs)": p99s[1]}
+    for name, values in (("p50", p50s), (f"p{100 * tail:g}", tails)):
+        figures |= {f"{name} alone (µs)": values[0], f"{name} beside (µs)": values[1]}
     # The quick part shares its machine; a hundredth of a second is its noise.
     noise = pick(1e4 * SLACK, 0.0)
     assert p50s[1] < 2 * p50s[0] + noise
-    assert p99s[1] < 2 * p99s[0] + noise
+    assert tails[1] < 2 * tails[0] + noise
