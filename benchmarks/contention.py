@@ -489,7 +489,8 @@ def share_among_threads(*, threads: int, seconds: float) -> Sharing:
 
 def _most_asking(grants: Iterable[Grant], sent: list[counting.Sent]) -> int:
     most = 0
-    for grant in grants:
+    # At first all ask at once, as none waits yet.
+    for grant in sorted(grants, key=lambda grant: grant.granted)[1:]:
         asking = {
             statement.thread
             for statement in sent

@@ -37,6 +37,8 @@ class LockTimeout(LockError):
         note: The holder's note, or ``""``.
         acquired_at: When the holder got it, an aware ``datetime`` in UTC, or ``None``.
         retry_after: Seconds until the holder's lease can end, at least 0.
+        cooling: Whether the holder has released it, and it stays taken for its
+            ``hold_at_least``.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LockTimeout(LockError):
         retry_after: float = 0.0,
         permit: int | None = None,
         backend: str = "default",
+        cooling: bool = False,
     ) -> None:
         self.key = key
         self.permit = permit
@@ -59,6 +62,7 @@ class LockTimeout(LockError):
         self.note = note
         self.acquired_at = acquired_at
         self.retry_after: float = max(0.0, retry_after)
+        self.cooling = cooling
         super().__init__(key)
 
     def __str__(self) -> str:
@@ -67,18 +71,26 @@ class LockTimeout(LockError):
         if self.acquired_at is not None:
             since = f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
         note = f" ({self.note})" if self.note else ""
-        within = "" if self.timeout is None else f" within {self.timeout:g} s"
+        within = f" within {self.timeout:g} s" if self.timeout else ""
         if not self.holder and not self.retry_after:
             return (
                 f"The lock {self.key!r} was not free{within}: a transaction has its "
                 f"row, or the whole database, locked. Try again later, or wait longer "
                 f"with timeout=."
             )
-        held = "it is held" if self.permit is None else "all permits are held, one"
+        left = f"{self.retry_after:.1f} s"
+        if self.cooling:
+            what = "it" if self.permit is None else "one of its permits"
+            state = (
+                f"{self.holder}{note} has released {what}, and it stays taken for "
+                f"another {left}"
+            )
+        else:
+            held = "it is held" if self.permit is None else "all permits are taken, one"
+            state = f"{held}{by}{since}{note}. Its lease can end in {left}"
         return (
-            f"The lock {self.key!r} was not free{within}: {held}{by}{since}"
-            f"{note}. Its lease can end in {self.retry_after:.1f} s; try again later, "
-            f"or wait longer with timeout=."
+            f"The lock {self.key!r} was not free{within}: {state}; try again later, or "
+            f"wait longer with timeout=."
         )
 
 

@@ -290,6 +290,7 @@ class Lock(Generic[L]):
             note=seen.note,
             acquired_at=seen.acquired_at,
             retry_after=seen.remaining,
+            cooling=seen.is_cooling,
         )
         signals.log_timeout(error, clock.monotonic() - attempt.started)
         return error

@@ -359,6 +359,8 @@ class TestHoldAtLeast:
         with pytest.raises(LockTimeout) as caught:
             other.do(lock().acquire, timeout=0)
         assert 0 < caught.value.retry_after <= 5
+        assert caught.value.cooling
+        assert "has released it, and it stays taken for another" in str(caught.value)
 
     def test_late_release_frees_at_once(
         self, lock: Locks, obtainable: Obtainable

@@ -16,7 +16,7 @@ import pytest
 from django.contrib.admin.sites import site
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 from django.test import RequestFactory
 
 from dblocks import distributed_lock
@@ -26,6 +26,7 @@ from dblocks.backends.locmem import LocMemBackend
 from dblocks.backends.values import Entry, Reading, Waiters
 from dblocks.conf import backends
 from dblocks.interventions import Intervention
+from dblocks.management import statuses
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
 from dblocks.management.rendering import as_json, cells_in, holder_of, table
@@ -1384,7 +1385,11 @@ def test_user_without_a_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("reading", "said"),
     [
-        (Reading(), "others queue for it, or a transaction has its row locked"),
+        (
+            Reading(),
+            "others queue for it, or a transaction has its row, or the whole "
+            "database, locked",
+        ),
         (
             Reading(remaining=2, holder="web-1"),
             "web-1 has released it, and it stays taken for another 2.0 s",
@@ -1422,3 +1427,13 @@ def test_asking_a_holder_without_a_token(run: Run) -> None:
         assert run("release", "k", "--ask", "--yes", "--backend", "locmem")[0] == 0
         lease.renew()
         assert lease.release_requested
+
+
+def test_busy_database() -> None:
+    """On SQLite a database that another process writes to is not out of reach."""
+    error = statuses.database_failure(OperationalError("database is locked"), "default")
+    assert error.returncode == 69
+    is_sqlite = connection.vendor == "sqlite"
+    assert ("the database 'default' is busy" in str(error)) == is_sqlite
+    assert ("the database 'default' is out of reach" in str(error)) != is_sqlite
+    assert "OperationalError: database is locked" in str(error)

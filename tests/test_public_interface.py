@@ -101,7 +101,7 @@ models.LockQuerySet.free(self)
 models.LockQuerySet.with_state(self)
 
 exceptions.LockTimeout(key, *, timeout, holder='', note='', acquired_at=None, \
-retry_after=0.0, permit=None, backend='default')
+retry_after=0.0, permit=None, backend='default', cooling=False)
 exceptions.LeaseLost(key, *, fencing_token=None, reason)
 
 signals.lock_acquired

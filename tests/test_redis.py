@@ -34,7 +34,7 @@ from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Worker, Workers, run_python
 from tests.support.services import Redis
-from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.test_ownership import in_forked_child
 
 pytestmark = pytest.mark.engine("redis")
@@ -526,22 +526,31 @@ def test_first_come_first_served(
     assert backends["redis"].waiters(key).number == 0
 
 
-def test_waiting_costs_next_to_nothing(here: Any, key: str) -> None:
-    """Who waits for a key that is held asks the server some ten times a minute."""
+def test_waiting_costs_next_to_nothing(
+    here: Any, key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """Those who wait for a key that is held ask the server some ten times a minute.
+
+    One of the process does, also if others have asked before they joined it.
+    """
     lease = distributed_lock(key, lease=60).acquire(timeout=0)
-    waiter = OtherThread()
-    answer = waiter.start(distributed_lock(key, backend="second", timeout=50).acquire)
-    eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+    answers = []
+    for owner in (None, None, "importer"):
+        lock = distributed_lock(key, backend="second", owner=owner, timeout=50)
+        answers.append(threads().start(lock.acquire))
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        always(lambda: not answers[-1].done(), during=0.2, what="the wait")
     before = commands(here)
     time.sleep(12)
     # Renewals of this one's own are not due yet, or just once.
     assert commands(here) - before <= 3
     freed = time.monotonic()
     lease.release()
-    theirs = answer.result(timeout=DEADLINE)
+    theirs = answers[0].result(timeout=DEADLINE)
     assert time.monotonic() - freed < 0.1 + SLACK
     theirs.release()
-    waiter.close()
+    for answer in answers[1:]:
+        answer.result(timeout=DEADLINE).release()
 
 
 @pytest.mark.parametrize("dead", [1, 2, 3])

@@ -210,7 +210,7 @@ def test_template(
 @pytest.mark.parametrize(
     ("language", "again", "resend"),
     [
-        ("en", "Try again", "Go back to the page before and send it once more."),
+        ("en", "Try again", "Go back to the previous page and send the form again."),
         ("ja", "もう一度試す", "前のページに戻って、もう一度送信してください。"),
         ("zh-hans", "重试", "请返回上一页，再发送一次。"),
     ],
@@ -969,6 +969,14 @@ def saves_session(request: HttpRequest) -> Any:
     return response
 
 
+def renews_session(request: HttpRequest) -> Any:
+    """Save the session under another key, which the visitor must be told."""
+    response = changes_session(request)
+    request.session.cycle_key()
+    request.session.modified = True
+    return response
+
+
 def reads_session(request: HttpRequest) -> Any:
     """Look at the session."""
     return HttpResponse(str(request.session.get("n")))
@@ -1048,6 +1056,7 @@ def test_session_is_saved_too_late_for_a_row_lock(site: Site, key: str) -> None:
 
 SPARING: dict[str, Callable[[Any], Any]] = {
     "saved": lambda lock: lock(saves_session),
+    "renewed": lambda lock: lock(renews_session),
     "read": lambda lock: lock(reads_session),
     "changed above": lambda lock: session_changed_above(lock(reads_session)),
     "undecorated": lambda lock: changes_session,

@@ -100,6 +100,11 @@ class Reading:
     limit: float = FOREVER
     permit: int | None = None
 
+    @property
+    def is_cooling(self) -> bool:
+        """Whether its holder has released it, and it stays taken for a while."""
+        return bool(self.holder) and not self.owner and self.remaining > 0
+
     def reason_for(self, grant: Grant) -> str | None:
         """Return why a grant is no longer this key's, or ``None`` if it still is."""
         if (self.owner, self.version) == (grant.owner, grant.version):

@@ -29,6 +29,7 @@ class LateWork:
         self._name = name
         self._session: Any = getattr(django_request(request), "session", None)
         self._was_modified = self._is_modified()
+        self._session_key = getattr(self._session, "session_key", None)
 
     @classmethod
     def of(cls, request: HttpRequest | None, name: str) -> LateWork | None:
@@ -42,7 +43,9 @@ class LateWork:
 
     def warn(self, response: object) -> None:
         """Warn about work that is still to be done."""
-        if not self._was_modified and self._is_modified():
+        # One that is new must be saved later, or the visitor gets no cookie.
+        is_same = getattr(self._session, "session_key", None) == self._session_key
+        if not self._was_modified and self._is_modified() and is_same:
             warn(
                 f"{self._name}: this view changes the session, which is saved after "
                 f"its lock is released: another request may read it before, and "

@@ -37,8 +37,8 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     rest = min(error.retry_after, backends[error.backend].retry_after)
     seconds = max(1, math.ceil(rest))
     text = ngettext(
-        "Somebody else is at work on this. Try again in %(seconds)d second.",
-        "Somebody else is at work on this. Try again in %(seconds)d seconds.",
+        "Someone else is working on this. Try again in %(seconds)d second.",
+        "Someone else is working on this. Try again in %(seconds)d seconds.",
         seconds,
     ) % {"seconds": seconds}
     http = django_request(request)

@@ -237,4 +237,7 @@ def holder_of(reading: Reading) -> str:
     if reading.remaining > 0:
         what = "it" if is_one else "one of its permits"
         return f"{who}{note} has released {what}, and it stays taken for another {rest}"
-    return "others queue for it, or a transaction has its row locked"
+    return (
+        "others queue for it, or a transaction has its row, or the whole database, "
+        "locked"
+    )

@@ -70,6 +70,12 @@ def database_failure(error: Exception, using: str) -> CommandError:
                 f"dblocks --database {using} first",
                 returncode=CONFIG,
             )
+    if dialects.known(connections[using]).is_busy(error):
+        return CommandError(
+            f"the database {using!r} is busy: another process is writing to it; try "
+            f"again ({one_line(error)})",
+            returncode=UNAVAILABLE,
+        )
     return out_of_reach(f"the database {using!r}", error)
 
 

@@ -127,7 +127,7 @@ class Supervisor:
                 self.group.signal(number)
             if self.heeds_requests and self.lease.release_requested:
                 self.heeds_requests = False
-                self.say("the lock is asked for: SIGTERM tells the command to finish")
+                self.say("somebody asked for the lock: sending SIGTERM to the command")
                 self.group.signal(signal.SIGTERM)
             stopped = self.group.reap()
             if stopped in _JOB_CONTROL and self.terminal.exists:

@@ -112,11 +112,17 @@ class WaitQueue:
     def saw(self, reading: Reading) -> None:
         """Note what the engine said of the key."""
         now = clock.monotonic()
-        self._seen, self._good_until, self.freed = (reading, now), now + NEWS, False
+        self._seen, self.freed = (reading, now), False
+        # Whoever asks while the first one sleeps doesn't wake it.
+        self._good_until = max(self._good_until, now + NEWS)
 
     def sleeps(self, seconds: float) -> None:
-        """Note that nobody will look at the key for so long."""
+        """Note that the first one will not look at the key for so long."""
         self._good_until = clock.monotonic() + seconds + NEWS
+
+    def wakes(self) -> None:
+        """Note that the first one is about to look at the key."""
+        self._good_until = clock.monotonic() + NEWS
 
     def last_seen(self, give_up: float) -> Reading | None:
         """Return the latest reading, with the time that is left by now.

@@ -252,6 +252,7 @@ class _Wait:
             if wait >= gate.shortest:
                 queue.sleeps(wait)
                 await self.place.call(partial(_enter, gate, wait))
+                queue.wakes()
                 waited = clock.monotonic() - now > LOOK_EVERY
                 return _is_held(gate) and (waited or is_bell)
         alone = _is_held(gate)

@@ -285,9 +285,10 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
     if writes and (in_block or _thread.pins) and not can_write(alias):
         raise TransactionManagementError(
             "SQLite has one writer: a lock can't be taken beside this open "
-            "transaction. Take the lock first: decorate the view, or use atomic=True "
-            "in place of atomic(); or use transaction_lock inside it; or keep the "
-            'locks in a database file of their own (OPTIONS={"using": …}).'
+            "transaction. Take the lock first: decorate the view (a class at its "
+            "dispatch), or use atomic=True in place of atomic(); or use "
+            "transaction_lock inside it; or keep the locks in a database file of "
+            'their own (OPTIONS={"using": …}).'
         )
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.

@@ -103,6 +103,7 @@ class _Wait:
             note=leased.note,
             acquired_at=leased.acquired_at,
             retry_after=leased.remaining,
+            cooling=leased.is_cooling,
         )
         log_timeout(error, time.monotonic() - self.started)
         return error

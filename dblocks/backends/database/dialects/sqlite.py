@@ -130,7 +130,7 @@ class SQLite(Dialect):
         if wanted and not connection.is_in_memory_db():
             yield warning(
                 "W010",
-                f"The SQLite database {connection.alias!r} is as Django leaves it: "
-                f"its transactions fail where others write at the same time.",
+                f"The SQLite database {connection.alias!r} lacks a setting: "
+                f"its transactions can fail where others write at the same time.",
                 f"Set {' and '.join(wanted)} in DATABASES[…]['OPTIONS'].",
             )
