@@ -274,8 +274,8 @@ DBLOCKS = Contender(
     _DATABASES | _REDIS | _ZOOKEEPER,
     "django-dblocks",
     "two updates of a row; Redis: a hash in memory; ZooKeeper: a node on disk",
-    "the server's queue, then reads of the row; SQLite: reads of the row; Redis: a "
-    "queue and a blocking pop; ZooKeeper: a watch",
+    "the server's queue, then reads of the row; SQLite: a lock on a byte of a file; "
+    "Redis: a queue and a blocking pop; ZooKeeper: a watch",
 )
 BARE = Contender(
     "two bare updates",
