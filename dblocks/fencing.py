@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import connections, models, router, transaction
@@ -60,20 +61,27 @@ class FencedQuerySet(models.QuerySet[Any]):
                 "lock's token is hardly meant. Use .filter(…).fenced_update(…)."
             )
         self._for_write = True
+        tokens = _tokens(self.model, self.db)
+        features = connections[self.db].features
         with transaction.atomic(using=self.db):
-            if not connections[self.db].features.has_select_for_update:
+            if not features.has_select_for_update:
                 # SQLite's one writer: who reads first fails if another writes then.
-                self.update(fencing_token=F("fencing_token"))
+                tokens.filter(pk=None).update(fencing_token=F("fencing_token"))
             # First all rows that are there, so that a change of what the filter asks
             # for doesn't hide the ones that refuse.
-            locked = self.order_by("pk").select_for_update()
-            # A filter across a relation may find a row several times.
-            pks = set(locked.values_list("pk", flat=True))
-            rows = self.model._base_manager.using(self.db).filter(pk__in=pks)
-            allowed = rows.filter(fencing_token__lte=token)
-            if allowed.update(**values, fencing_token=token) != len(pks):
+            of = ("self",) if features.has_select_for_update_of else ()
+            locked = self.order_by("pk").select_for_update(of=of)
+            # A filter across a relation may find a row several times. What is
+            # distinct can't be locked.
+            locked.query.distinct = False
+            found = dict(locked.values_list("pk", tokens.model._meta.pk.name))
+            allowed = tokens.filter(pk__in=found.values(), fencing_token__lte=token)
+            if allowed.update(fencing_token=token) != len(found):
                 raise _refused(self.model, fence, token)
-        return len(pks)
+            if values:
+                rows = self.model._base_manager.using(self.db)
+                rows.filter(pk__in=found.keys()).update(**values)
+        return len(found)
 
 
 if TYPE_CHECKING:
@@ -108,8 +116,10 @@ class FencedModel(models.Model):
     class Meta:
         abstract = True
 
-    def save(self, *args: Any, fence: Fence = None, **kwargs: Any) -> None:
+    def save(self, *args: Any, fence: Fence = ..., **kwargs: Any) -> None:
         """Save the object; with ``fence``, only if its row has seen no higher token.
+
+        Without a ``fence`` it is a plain ``save()``; ``fence=None`` is an error.
 
         Args:
             fence: The lease that protects the write, or its bare token.
@@ -119,28 +129,46 @@ class FencedModel(models.Model):
             TypeError: ``fence`` is neither a lease with a token nor a token.
             ValueError: The token is negative.
         """
-        if fence is None:
+        if fence is ...:
             super().save(*args, **kwargs)
             return
         token = token_of(fence)
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
-        every = type(self)._base_manager.using(using)
-        allowed = every.filter(fencing_token__lte=token)
+        tokens = _tokens(type(self), using)
+        own = partial(tokens.filter, fencing_token__lte=token)
         before, self.fencing_token = self.fencing_token, token
         try:
             with transaction.atomic(using=using):
-                is_known = allowed.filter(pk=self.pk).update(fencing_token=token)
-                if not is_known and every.filter(pk=self.pk).exists():
+                is_known = own(pk=self._token_pk()).update(fencing_token=token)
+                if not is_known and tokens.filter(pk=self._token_pk()).exists():
                     raise _refused(type(self), fence, token)
                 super().save(*args, **kwargs)
                 # If not, another may have inserted it since, with a higher token.
                 if not (
-                    is_known or allowed.filter(pk=self.pk).update(fencing_token=token)
+                    is_known or own(pk=self._token_pk()).update(fencing_token=token)
                 ):
                     raise _refused(type(self), fence, token)
         except BaseException:
             self.fencing_token = before
             raise
+
+    def _token_pk(self) -> Any:
+        """Return the primary key of the row that has the token, an ancestor's maybe."""
+        owner = _tokens(type(self), None).model
+        pk = getattr(self, owner._meta.pk.attname)
+        link = self._meta.get_ancestor_link(owner)
+        return getattr(self, link.attname) if pk is None and link else pk
+
+
+def _tokens(model: type[models.Model], using: str | None) -> models.QuerySet[Any]:
+    """Return the rows of the table that has the column for tokens.
+
+    With multi-table inheritance an update of a child's rows selects them first: a
+    condition on the token must be in an update of the ancestor's own table.
+    """
+    owner = model._meta.get_field("fencing_token").model
+    rows: models.QuerySet[Any] = owner._base_manager.using(using)
+    return rows
 
 
 def _refused(model: type[models.Model], fence: Fence, token: int) -> LeaseLost:

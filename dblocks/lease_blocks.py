@@ -144,8 +144,9 @@ class LeaseBlock(ABC):
         """Verify, in the caller's transaction, that the lock is still held.
 
         Pins the lock's row until that transaction ends, so nobody else can take the
-        lock before the commit. The row decides, not the clock: a lease that is overdue
-        but that nobody else has taken passes. The holder's own renewals don't disturb
+        lock before the commit. Call it in the block that commits: on PostgreSQL a
+        savepoint that is rolled back unpins the row. The row decides, not the clock: a
+        lease that is overdue but that nobody else has taken passes. The holder's own renewals don't disturb
         the guard, at any isolation level. The rows of several keys are verified in one
         statement, in the order of the keys.
 
@@ -158,6 +159,8 @@ class LeaseBlock(ABC):
             TransactionManagementError: No transaction is open.
             NotSupportedError: The backend has no guard, or the locks live in another
                 database.
+            OperationalError: The transaction can't see the row: on PostgreSQL its
+                snapshot is older than the lease; on SQLite others kept it out.
         """
         with self._verifying() as holds:
             self._backend.guard([hold.grant for hold in holds], using)
@@ -251,12 +254,14 @@ class LeaseBlock(ABC):
             # With autocommit off, nobody sees when what was written is committed.
             transactions.transaction_is_open()
             if self._open and not self._release_now() and not self._committed:
-                lost = self._lost()
-                logger.warning(
-                    "lost before the transaction ended key=%r reason=%s",
-                    lost.key,
-                    lost.reason,
-                )
+                lost = self._first_lost()
+                # If none is, some were released before.
+                if lost is not None:
+                    logger.warning(
+                        "lost before the transaction ended key=%r reason=%s",
+                        lost.key,
+                        lost.lost_reason,
+                    )
         except self._backend.errors as error:
             self._forsake()
             self._log_lapse(error)

@@ -9,13 +9,14 @@ from typing import Any, get_type_hints
 
 import pytest
 from django.db import connection, connections, models, transaction
+from django.db.models import Q
 
 from dblocks import Lease, LeaseLost
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, in_memory
 from tests.support.timing import DEADLINE
-from tests.testapp.models import Account
+from tests.testapp.models import Account, Deposit
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 Leases = Callable[..., Lease]
@@ -223,6 +224,9 @@ def test_fence_of_the_wrong_type(account: Account, fence: object) -> None:
     """A fence is a lease or a token."""
     with pytest.raises((TypeError, ValueError)):
         Account.objects.filter(pk=account.pk).fenced_update(fence, balance=5)
+    account.balance = 5
+    with pytest.raises((TypeError, ValueError)):
+        account.save(fence=fence)
     assert mine(account).balance == 0
 
 
@@ -262,6 +266,63 @@ def test_beside_another_writer(account: Account, other: OtherThread) -> None:
         writer.result(DEADLINE)
     account.refresh_from_db()
     assert account.balance == 3
+
+
+@pytest.mark.parametrize("how", ["save", "update"])
+@pytest.mark.parametrize("model", [Account, Deposit])
+def test_beside_its_successor(
+    model: type[Account], how: str, other: OtherThread
+) -> None:
+    """Who waits for a successor's transaction is refused, also in an ancestor's row."""
+    if in_memory():
+        pytest.skip("a database in memory locks whole tables")
+    row = model.objects.create(name="nobody's")
+    written = threading.Event()
+
+    def write(token: int, name: str) -> None:
+        row = model.objects.filter(pk=pk)
+        if how == "update":
+            row.fenced_update(token, name=name)
+        else:
+            model(pk=pk, name=name).save(fence=token)
+
+    def succeed() -> None:
+        with transaction.atomic():
+            write(10, "the successor's")
+            written.set()
+            time.sleep(0.5)
+
+    pk = row.pk
+    successor = other.start(succeed)
+    assert written.wait(DEADLINE)
+    with pytest.raises(LeaseLost):
+        write(5, "the old holder's")
+    successor.result(DEADLINE)
+    row.refresh_from_db()
+    assert (row.name, row.fencing_token) == ("the successor's", 10)
+
+
+def test_child_with_a_table_of_its_own(stale: Lease, current: Lease) -> None:
+    """The ancestor's row has the token, whichever table's columns are written."""
+    one, two = Deposit(days=1), Deposit(days=1)
+    one.save(fence=current)
+    two.save(fence=stale)
+    rows = Deposit.objects.filter(pk__in=[one.pk, two.pk])
+    with pytest.raises(LeaseLost):
+        rows.fenced_update(stale, days=5)
+    assert set(rows.values_list("days", flat=True)) == {1}
+    assert rows.fenced_update(current, days=5, balance=7) == 2
+    assert set(rows.values_list("days", "balance", "fencing_token")) == {
+        (5, 7, current.fencing_token)
+    }
+
+
+def test_update_of_rows_found_across_a_relation(current: Lease) -> None:
+    """Rows are locked, not what a filter joins to them, nor what is distinct."""
+    row = AccountFactory()
+    rows = Account.objects.filter(Q(deposit__days=3) | Q(pk=row.pk)).distinct()
+    assert rows.fenced_update(current, balance=5) == 1
+    assert mine(row).balance == 5
 
 
 def test_negative_token(account: Account) -> None:

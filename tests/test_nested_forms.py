@@ -143,6 +143,18 @@ def test_lease_after_an_exception_out_of_the_block(
 
 
 @pytest.mark.usefixtures("two_writers")
+def test_lease_after_a_second_lock_was_rolled_back(key: str) -> None:
+    """A row that the outer block has locked stays so when an inner one goes back."""
+    with transaction.atomic():
+        in_block(key)
+        with pytest.raises(RolledBack), transaction.atomic(), transaction_lock(key):
+            raise RolledBack
+        with takes(at_most=SLACK):
+            assert refusal(acquire_and_release, key, timeout=WAIT) == "LockError"
+    assert granted(key)
+
+
+@pytest.mark.usefixtures("two_writers")
 def test_lease_after_a_savepoint_was_kept(key: str) -> None:
     """A savepoint that ends normally leaves the row locked, and the lease refused."""
     with transaction.atomic():

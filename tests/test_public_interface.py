@@ -78,7 +78,7 @@ Leases.arelease(self)
 Leases.__enter__(self)
 Leases.__aenter__(self)
 
-FencedModel.save(self, *args, fence=None, **kwargs)
+FencedModel.save(self, *args, fence=Ellipsis, **kwargs)
 fencing.FencedQuerySet.fenced_update(self, fence, **values)
 
 models.LockQuerySet.acquire(self, key, *, owner, lease, holder='', note='', \

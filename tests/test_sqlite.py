@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -522,18 +522,77 @@ def test_reentering_beside_another_writer(acquire: Leases, lock: Locks) -> None:
     assert lease.held
 
 
-def test_beside_one_that_keeps_readers_out(lock: Locks, key: str) -> None:
-    """Not even a look takes longer than the caller is ready to wait."""
+@pytest.fixture
+def without_readers(lock: Locks) -> Iterator[None]:
+    """Somebody else's transaction keeps even readers out, except with WAL."""
     lock().acquire(timeout=0).release()
     name = connection.settings_dict["NAME"]
     connection.close()
     with closing(sqlite3.connect(name, isolation_level=None)) as raw:
         raw.execute("BEGIN EXCLUSIVE")
-        try:
-            with takes(at_most=1 + SLACK), suppress(OperationalError):
-                assert lock().try_acquire() is None
-        finally:
-            raw.execute("ROLLBACK")
+        yield
+        raw.execute("ROLLBACK")
+    assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.usefixtures("without_readers")
+@pytest.mark.parametrize("options", [{}, {"permits": 2}], ids=repr)
+def test_beside_one_that_keeps_readers_out(lock: Locks, options: Any) -> None:
+    """The key counts as taken, and no look outlasts the caller's wait."""
+    with takes(at_most=1 + SLACK):
+        assert lock(**options).try_acquire() is None
+    with takes(2, 2 + SLACK), pytest.raises(LockTimeout):
+        lock(**options).acquire(timeout=2)
+
+
+@pytest.mark.usefixtures("without_readers")
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("options", [{"timeout": 0.5}, {"nowait": True}], ids=repr)
+def test_row_lock_beside_one_that_keeps_readers_out(
+    key: str, options: Any, joins: bool
+) -> None:
+    """The same, in the caller's transaction or in one of its own."""
+    if joins and connection.transaction_mode == "IMMEDIATE":
+        pytest.skip("such a transaction waits when it begins, and not for dblocks")
+    with ExitStack() as block:
+        if joins:
+            block.enter_context(transaction.atomic())
+        with takes(at_most=1 + SLACK), pytest.raises(LockTimeout):
+            block.enter_context(transaction_lock(key, **options))
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_guard_beside_a_writer_that_waits_for_readers(
+    lock: Locks, key: str, automatic: bool
+) -> None:
+    """Who can't verify, because others have the file, doesn't say the lock is lost."""
+    if connection.settings_dict["OPTIONS"]:
+        pytest.skip("about Django's own settings")
+    AccountFactory()
+    wrote = threading.Event()
+
+    def write() -> None:
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            raw.execute("BEGIN IMMEDIATE")
+            raw.execute("UPDATE testapp_account SET balance = 7")
+            wrote.set()
+            raw.execute("PRAGMA busy_timeout = 60000")
+            raw.execute("COMMIT")
+
+    writer = threading.Thread(target=write)
+    refused = nullcontext() if automatic else pytest.raises(OperationalError)
+    with refused, lock(atomic=automatic) as lease, transaction.atomic():
+        # The writer can't commit before this reader has ended, and lets none in.
+        assert Account.objects.get().balance == 0
+        writer.start()
+        assert wrote.wait(DEADLINE)
+        time.sleep(0.3)
+        if not automatic:
+            lease.guard()
+    writer.join(DEADLINE)
+    assert lease.lost_reason is None
+    assert Account.objects.get().balance == 7
     assert lock().acquire(timeout=0).release() is True
 
 

@@ -616,6 +616,17 @@ def test_lost_before_the_transaction_ended(
 
 
 @pytest.mark.database_backend
+def test_one_of_several_released_before_the_end(
+    key: str, two_writers: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost, and nothing is said to be, if one key was released earlier."""
+    with transaction.atomic(), distributed_lock(key, key + "!") as leases:
+        leases[key].release()
+    assert not DistributedLock.objects.held().exists()
+    assert not caplog.messages
+
+
+@pytest.mark.database_backend
 def test_release_at_the_end_that_fails(
     lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ from dblocks import (
     LockTimeout,
     distributed_lock,
 )
-from dblocks.backends.database import connections as lock_connections
+from dblocks.backends.database import transactions
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory, let_expire, stored
 from tests.support.fixtures import OtherThread
@@ -748,7 +748,7 @@ def test_snapshot_is_warned_of(
     """Taking a lock inside a snapshot's transaction is logged, once a database."""
     if connection.vendor == "sqlite":
         pytest.skip("no lock is taken beside a transaction there")
-    monkeypatch.setattr(lock_connections, "_snapshots_warned", set())
+    monkeypatch.setattr(transactions, "_snapshots_warned", set())
     with transaction.atomic():
         for number in range(2):
             with distributed_lock(f"{key} {number}"):

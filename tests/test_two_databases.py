@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from django.db import NotSupportedError, connections, transaction
+from django.db.transaction import TransactionManagementError
 
 from dblocks import LeaseLost, Lock, distributed_lock
 from dblocks.models import DistributedLock
@@ -125,6 +126,27 @@ def test_atomic_across_databases(
         transaction.on_commit(lambda: seen.append(taken()))
     assert seen == [True]
     assert Account.objects.filter(name="mine").exists()
+    assert not taken()
+
+
+def test_second_lock_of_a_transaction(
+    apart: Callable[..., Lock], taken: Callable[[], bool]
+) -> None:
+    """What a transaction has pinned first hides no later grant from the guard.
+
+    SQLite's one writer has no room for a later grant, and the error says so.
+    """
+    with transaction.atomic():
+        with distributed_lock("first", backend="apart", atomic=True):
+            AccountFactory(name="one")
+        if connections["locks"].vendor == "sqlite":
+            with pytest.raises(TransactionManagementError, match="Take all keys"):
+                apart().acquire()
+            return
+        with apart(atomic=True):
+            AccountFactory(name="two")
+        assert taken()
+    assert Account.objects.filter(name__in=["one", "two"]).count() == 2
     assert not taken()
 
 

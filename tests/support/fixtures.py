@@ -38,7 +38,8 @@ def wipe() -> None:
     with connection.cursor() as cursor:
         for table in ("distributedlock", "intervention"):
             cursor.execute(f"DELETE FROM dblocks_{table}")
-        cursor.execute("DELETE FROM testapp_account")
+        for table in ("deposit", "account"):
+            cursor.execute(f"DELETE FROM testapp_{table}")
 
 
 @pytest.fixture(scope="session")

@@ -15,3 +15,9 @@ class Account(FencedModel):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Deposit(Account):
+    """An account with a table of its own for what it has besides."""
+
+    days = models.IntegerField(default=0)

@@ -28,6 +28,7 @@ from ..values import (
     Renewed,
     Request,
     Waiters,
+    first_free,
 )
 from . import (
     dialects,
@@ -43,7 +44,6 @@ from .connections import (
     can_write,
     run,
     short_waits,
-    warn_of_snapshot,
 )
 from .guards import DatabaseGuards
 
@@ -106,10 +106,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not _is_busy(own, error):
                 raise
-            # Another transaction has the write lock, perhaps for this very key.
-            answer = self.look(keys, 0.0)
+            answer = _see_while_busy(own, keys)
         self._note_test(own, keys)
-        warn_of_snapshot(own)
+        transactions.warn_of_snapshot(own)
         if isinstance(answer, Reading) and answer.remaining <= 0:
             transactions.refuse_own_row_lock(own.alias, request.key)
         return answer
@@ -142,7 +141,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
                 raise
             return None
         self._note_test(own, keys)
-        warn_of_snapshot(own)
+        transactions.warn_of_snapshot(own)
         return answer
 
     def _take_all(
@@ -322,6 +321,18 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             key, permit = apart(row)
             locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
+
+
+def _see_while_busy(own: Connection, keys: Sequence[str]) -> Reading:
+    """Look at keys while another transaction has the write lock, perhaps for them."""
+    try:
+        seen = run(own, table.read_all, keys, writes=False, patience=0.0)
+    except OperationalError as error:
+        if not _is_busy(own, error):
+            raise
+        # It keeps readers out as well.
+        return Reading()
+    return first_free(seen, keys)
 
 
 def _is_busy(connection: Connection, error: Exception) -> bool:

@@ -30,6 +30,8 @@ logger = logging.getLogger("dblocks")
 
 T = TypeVar("T")
 
+READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
+
 
 class ReplyLost(DatabaseError):
     """The statement was carried out, but its reply can't be trusted."""
@@ -186,10 +188,12 @@ def pin_connection(alias: str) -> Connection:
     if connection is None:
         connection = separate_connection(alias)
         try:
-            connection.ensure_connection()
             connection.set_autocommit(
                 False, force_begin_transaction_with_broken_autocommit=True
             )
+            if dialects.of(connection).has_row_locks:
+                # The snapshot of the first pin would hide later grants.
+                connection.cursor().execute(READ_COMMITTED)
         except BaseException:
             close(connection)
             raise
@@ -208,8 +212,9 @@ def is_alone(connection: Any) -> bool:
 @contextmanager
 def reading_beside(connection: Connection) -> Iterator[Connection]:
     """A connection for reads that an open transaction can't make, or not yet."""
-    alone = is_alone(connection)
-    beside = connection if alone else separate_connection(connection.alias)
+    beside = connection
+    if not is_alone(connection):
+        beside = separate_connection(connection.alias)
     try:
         yield beside
     finally:
@@ -261,8 +266,7 @@ def _close_together(connection: Connection, beside: _Beside) -> None:
 
 
 def _discard(kept: dict[str, Connection], alias: str) -> None:
-    connection = kept.pop(alias, None)
-    if connection is not None:
+    if (connection := kept.pop(alias, None)) is not None:
         if not connection.autocommit:
             # Django doesn't close what is in memory.
             with suppress(Error):
@@ -283,6 +287,12 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
         return _beside(alias)
     in_block = connection.in_atomic_block
     if writes and (in_block or _thread.pins) and not can_write(alias):
+        if not in_block:
+            raise TransactionManagementError(
+                f"SQLite has one writer: a lock with atomic=True keeps {alias!r} for "
+                f"itself until this thread's transactions have ended. Take all keys "
+                f"with one lock."
+            )
         raise TransactionManagementError(
             "SQLite has one writer: a lock can't be taken beside this open "
             "transaction. Take the lock first: decorate the view (a class at its "
@@ -321,8 +331,7 @@ def _spare(connection: Connection) -> Connection | None:
         # Waiters must not use up the pool, and holders must be able to release.
         alias = connection.alias
         return idle.find(alias) or separate_connection(alias)
-    busy = _thread.busy
-    if busy and connection in busy and dialects.of(connection).has_row_locks:
+    if connection in _thread.busy and dialects.of(connection).has_row_locks:
         return separate_connection(connection.alias)
     return None
 
@@ -356,12 +365,11 @@ def run(
         again: Replaces it once it may have been carried out and its answer was lost.
     """
     started, waited, attempt = time.monotonic(), 0.0, 0
-    busy = _thread.busy
     while True:
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
         connection = spare or connection
-        busy.append(connection)
+        _thread.busy.append(connection)
         try:
             with dialects.of(connection).waiting(connection, patience, waited):
                 result = operation(connection, *arguments)
@@ -378,7 +386,7 @@ def run(
                 operation = again
             logger.debug("repeating database=%s error=%s", own.alias, error)
         finally:
-            busy.remove(connection)
+            _thread.busy.remove(connection)
             if spare is not None:
                 _put_away(spare, served=served)
             elif _thread.beside:
@@ -408,31 +416,6 @@ def _may_repeat(
     elif connection is _thread.beside.get(own.alias):
         _discard(_thread.beside, own.alias)
     return True
-
-
-_snapshots_warned: set[str] = set()
-
-
-def warn_of_snapshot(connection: Connection) -> None:
-    """Warn, once for each database, of a lock that is taken under an old snapshot.
-
-    Whatever the transaction read before it took the lock stays as old as that.
-    """
-    alias = connection.alias
-    if alias not in _thread.beside or alias in _snapshots_warned:
-        return
-    if not transactions.in_transaction(connection):
-        return
-    level = dialects.of(connection).isolation(connection)
-    if level is not None:
-        _snapshots_warned.add(alias)
-        logger.warning(
-            "A lock is taken inside a transaction on the database %r at %s: what that "
-            "transaction has read before may be older than the lock. Take the lock "
-            "first.",
-            alias,
-            level.upper(),
-        )
 
 
 def _after_fork_in_child() -> None:

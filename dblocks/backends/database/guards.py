@@ -16,6 +16,7 @@ from ..base import BaseBackend
 from ..values import Grant, Reading
 from . import dialects, table, transactions
 from .connections import pin_connection, reading_beside, run
+from .row_locks import StaleSnapshot, hides_rows
 
 logger = logging.getLogger("dblocks")
 
@@ -105,13 +106,18 @@ class DatabaseGuards(BaseBackend):
         if not missing:
             return
         lost, reason = self._first_lost(connection, missing)
-        if not dialect.has_row_locks and error is not None and not reason:
-            # Somebody else writes, or has written: this transaction, which began with
-            # a read, has written nothing and can't.
-            if alone:
-                return
+        if error is None and reason is None and _is_hidden(connection, lost):
+            error = StaleSnapshot(
+                f"The guard can't see the row of the lock {lost.key!r} as it is: this "
+                f"transaction's snapshot is older than the lease. Take the lock before "
+                f"the transaction reads anything."
+            )
+        if error is None or reason is not None:
+            raise _lease_lost(lost, reason or "taken")
+        if dialect.has_row_locks or not alone:
             raise error
-        raise _lease_lost(lost, reason)
+        # Somebody else writes, or has written: this transaction, which began with a
+        # read, has written nothing and can't.
 
     def _blame(self, grants: Sequence[Grant], error: DatabaseError) -> None:
         """Raise ``LeaseLost`` if a transaction lost a conflict over these grants.
@@ -140,24 +146,29 @@ class DatabaseGuards(BaseBackend):
         except DatabaseError as error:
             if not dialects.of(connection).has_lost_conflict(error):
                 raise
-        raise _lease_lost(*self._first_lost(connection, grants))
+        lost, reason = self._first_lost(connection, grants)
+        raise _lease_lost(lost, reason or "taken")
 
     def _first_lost(
         self, connection: Connection, grants: Sequence[Grant]
     ) -> tuple[Grant, str | None]:
-        """Return the first of some grants that is lost, or may be, and why."""
+        """Return the first of some grants that is lost, and why, as far as known."""
         seen = self._seen_beside(connection, grants)
-        reasons = {
-            grant: seen[grant.key].reason_for(grant) if grant.key in seen else "taken"
-            for grant in grants
-        }
-        lost = next((grant for grant in grants if reasons[grant]), grants[0])
-        return lost, reasons[lost]
+        if seen is None:
+            return grants[0], None
+        for grant in grants:
+            it = seen.get(grant.key)
+            if reason := "taken" if it is None else it.reason_for(grant):
+                return grant, reason
+        return grants[0], None
 
     def _seen_beside(
         self, connection: Connection, grants: Sequence[Grant]
-    ) -> dict[str, Reading]:
-        """Read what the caller's transaction can't see, or mustn't read yet."""
+    ) -> dict[str, Reading] | None:
+        """Read what the caller's transaction can't see, or mustn't read yet.
+
+        Returns ``None`` if it can't be read.
+        """
         keys = [grant.key for grant in grants]
         try:
             if dialects.of(connection).has_row_locks:
@@ -165,9 +176,18 @@ class DatabaseGuards(BaseBackend):
             with reading_beside(connection) as beside:
                 return table.read_all(beside, keys)
         except DatabaseError:
-            return {}
+            logger.debug("reading beside a transaction failed", exc_info=True)
+            return None
 
 
-def _lease_lost(grant: Grant, reason: str | None) -> LeaseLost:
+def _is_hidden(connection: Connection, grant: Grant) -> bool:
+    """Tell whether a transaction sees the row only as it was before the grant."""
+    if not hides_rows(connection):
+        return False
+    seen = table.read(connection, grant.key) or Reading()
+    return (seen.version or 0) < (grant.version or 0)
+
+
+def _lease_lost(grant: Grant, reason: str) -> LeaseLost:
     key, version = apart(grant.key)[0], grant.version
-    return LeaseLost(key, fencing_token=version, reason=reason or "taken")
+    return LeaseLost(key, fencing_token=version, reason=reason)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 from django.apps import apps
@@ -48,6 +49,14 @@ class StaleSnapshot(OperationalError):
 
 class Incomplete(Exception):
     """Not all of the rows could be locked."""
+
+
+def hides_rows(connection: Connection) -> bool:
+    """Tell whether the transaction sees rows as they were when it began to read."""
+    dialect = dialects.of(connection)
+    return dialect.snapshots_hide_rows and (
+        dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT
+    )
 
 
 class _Wait:
@@ -325,7 +334,10 @@ def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     holder from releasing.
     """
     while True:
-        seen = wait.taken(run(connection, table.read_all, wait.keys))
+        try:
+            seen = _look(connection, wait, writes=True)
+        except WaitOver:
+            return wait.refuse(None)
         left = wait.left
         if seen.remaining <= 0:
             with ExitStack() as attempt:
@@ -347,7 +359,10 @@ def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     """Take the database's only write lock, in the transaction that is open."""
     with reading_beside(connection) as beside:
         while True:
-            seen = wait.taken(table.read_all(beside, wait.keys))
+            try:
+                seen = _look(beside, wait, writes=False)
+            except WaitOver:
+                return wait.refuse(None)
             if seen.remaining <= 0:
                 break
             if not wait.left:
@@ -359,6 +374,19 @@ def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
     except WaitOver:
         return wait.refuse(None)
     return wait.refuse(seen) if seen.remaining > 0 else _sqlite_rows(connection, wait)
+
+
+def _look(connection: Connection, wait: _Wait, *, writes: bool) -> Reading:
+    """Read the keys; raise ``WaitOver`` if readers are kept out for all that time."""
+    dialect = dialects.of(connection)
+    patience = max(wait.left, dialect.patience)
+    look = partial(run, connection, table.read_all, patience=patience, writes=writes)
+    try:
+        return wait.taken(look(wait.keys))
+    except OperationalError as error:
+        if not dialect.is_busy(error):
+            raise
+        raise WaitOver from error
 
 
 def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:

@@ -7,6 +7,7 @@ begins and ends in ``Atomic``, which is wrapped once, when the app is ready.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from django.db.transaction import TransactionManagementError
 from ... import forks
 from ...exceptions import LockError
 from . import dialects
+
+logger = logging.getLogger("dblocks")
 
 UNPIN, RELEASE, CLOSE = range(3)
 """The order of work at a transaction's end: rows must be unlocked to be written."""
@@ -102,7 +105,11 @@ def at_end(stage: int, function: Callable[[], object]) -> None:
 
 def note_row_lock(alias: str, key: str) -> None:
     """Remember that the open transaction has locked a key's row."""
-    _thread.row_locks[alias, key] = len(connections[alias].atomic_blocks)
+    depth = len(connections[alias].atomic_blocks)
+    # The outer of two blocks that have locked it decides when it is unlocked.
+    _thread.row_locks[alias, key] = min(
+        _thread.row_locks.get((alias, key)) or depth, depth
+    )
 
 
 def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
@@ -116,6 +123,29 @@ def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
             f"The row of the lock {key!r} is locked by this thread's own transaction: "
             f"a lease on it would wait for itself. Use one form, distributed_lock or "
             f"transaction_lock, not both."
+        )
+
+
+_snapshots_warned: set[str] = set()
+
+
+def warn_of_snapshot(connection: Connection) -> None:
+    """Warn, once for each database, of a lock that is taken under an old snapshot.
+
+    Whatever the transaction read before it took the lock stays as old as that.
+    """
+    alias = connection.alias
+    if not in_transaction(connection) or alias in _snapshots_warned:
+        return
+    level = dialects.of(connection).isolation(connection)
+    if level is not None:
+        _snapshots_warned.add(alias)
+        logger.warning(
+            "A lock is taken inside a transaction on the database %r at %s: what that "
+            "transaction has read before may be older than the lock. Take the lock "
+            "first.",
+            alias,
+            level.upper(),
         )
 
 
