@@ -146,9 +146,9 @@ class LeaseBlock(ABC):
         Pins the lock's row until that transaction ends, so nobody else can take the
         lock before the commit. Call it in the block that commits: on PostgreSQL a
         savepoint that is rolled back unpins the row. The row decides, not the clock: a
-        lease that is overdue but that nobody else has taken passes. The holder's own renewals don't disturb
-        the guard, at any isolation level. The rows of several keys are verified in one
-        statement, in the order of the keys.
+        lease that is overdue but that nobody else has taken passes. The holder's own
+        renewals don't disturb the guard, at any isolation level. The rows of several
+        keys are verified in one statement, in the order of the keys.
 
         Args:
             using: The alias of the transaction's database. Default: the lock's.
