@@ -13,7 +13,7 @@ import pytest
 from django.db.backends.utils import CursorWrapper
 
 import dblocks
-from dblocks import Lease, LeaseLost, Lock, current_lease
+from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
 from dblocks.conf import backends
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
@@ -100,6 +100,39 @@ def test_renewal_keeps_the_lock(acquire: Leases, obtainable: Obtainable) -> None
     held = acquire(lease=scaled(1.2))
     always(lambda: held.held and not obtainable(), during=scaled(3.6), what="held")
     assert held.release() is True
+
+
+@pytest.mark.needs("has_own_leases")
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [(1, {}), (1, {"permits": 2}), (1, {"owner": "the job"}), (2, {})],
+)
+def test_grant_that_came_late(
+    key: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: int,
+    options: dict[str, Any],
+) -> None:
+    """An engine that is out of reach for longer than a lease grants a whole one then.
+
+    One whose countdown began with the request would be over when the work begins.
+    """
+    engine, lease = backends[backend], scaled(0.5)
+    verb = "try_acquire" if keys == 1 else "try_acquire_all"
+    ask = getattr(engine, verb)
+    names = [key, key + "!"][:keys]
+    with distributed_lock(*names, backend=backend, **options):
+        """Keys that have rows are granted together."""
+
+    def answer_late(*arguments: Any) -> Any:
+        time.sleep(1.2 * lease)
+        return ask(*arguments)
+
+    monkeypatch.setattr(engine, verb, answer_late)
+    with distributed_lock(*names, backend=backend, lease=lease, **options) as held:
+        held.check()
+        assert held.remaining() > 0
 
 
 def test_no_renewal_on_request(acquire: Leases, obtainable: Obtainable) -> None:

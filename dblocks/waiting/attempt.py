@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -11,7 +12,7 @@ from zlib import crc32
 from .. import clock
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
-from ..backends.values import FOREVER, Reading, Request
+from ..backends.values import FOREVER, Granted, Reading, Renewal, Request
 from ..holding.holds import Claim, Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
@@ -118,11 +119,31 @@ class Attempt(Claim):
         if isinstance(answer, Reading):
             return answer
         self.reentered = answer.again
+        (answer,), sent = self.in_time([answer], sent)
         hold = Hold(self, answer, sent)
         if hold.permit is not None:
             _note_permit(self.backend, self.key, hold.permit)
         scheduler.watch(hold)
         return hold
+
+    def in_time(
+        self, grants: Sequence[Granted], sent: float
+    ) -> tuple[Sequence[Granted], float]:
+        """Renew grants that came when a lease from ``sent`` on is over.
+
+        An engine that was out of reach may have made them only just now.
+
+        Returns:
+            The grants, and the local clock from which their leases count.
+        """
+        terms, now = self.terms, clock.monotonic()
+        if now < sent + terms.lease - terms.margin:
+            return grants, sent
+        renewals = [Renewal(each.grant, terms.lease) for each in grants]
+        renewed = self.backend.renew(renewals)
+        if not renewed.extended.issuperset(each.grant for each in grants):
+            return grants, sent
+        return [each._replace(limit=each.limit - (now - sent)) for each in grants], now
 
     def _seen_in_test(self, hold: Hold) -> Reading | None:
         """Return a reading that only the connection of a ``TestCase`` can make.

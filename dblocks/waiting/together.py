@@ -130,9 +130,10 @@ class _Together:
         granted = first.backend.try_acquire_all(first.request(), keys, patience)
         if granted is None:
             return None
+        grants, sent = first.in_time(granted, sent)
         holds = [
             Hold(attempt, each, sent)
-            for attempt, each in zip(self.attempts, granted, strict=True)
+            for attempt, each in zip(self.attempts, grants, strict=True)
         ]
         for hold in holds:
             scheduler.watch(hold)

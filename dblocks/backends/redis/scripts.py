@@ -43,6 +43,11 @@ local function keep(row, expires)
   redis.call('PEXPIREAT', row, whole(math.ceil(expires / 1000) + RETAIN))
 end
 
+-- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
+local function kept_until(at_least)
+  return tonumber(at_least) > 0 and now + at_least or 0
+end
+
 local function describe(row)
   local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
     'expires', 'max_until', 'count', 'requested')
@@ -162,8 +167,9 @@ local max_until = now + max_hold
 local expires = now + math.min(lease, max_hold)
 redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
   'version', whole(version), 'acquired', whole(now), 'expires', whole(expires),
-  'min_until', whole(now + at_least), 'max_until', whole(max_until), 'requested', 0)
-keep(row, math.max(expires, now + at_least))
+  'min_until', whole(kept_until(at_least)), 'max_until', whole(max_until),
+  'requested', 0)
+keep(row, math.max(expires, kept_until(at_least)))
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
   redis.call('HDEL', alive, ticket)
@@ -199,9 +205,9 @@ for i, version in ipairs(found) do
   local row = KEYS[3 * i]
   redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
     'count', 1, 'version', whole(version), 'acquired', whole(now),
-    'expires', whole(expires), 'min_until', whole(now + at_least),
+    'expires', whole(expires), 'min_until', whole(kept_until(at_least)),
     'max_until', whole(max_until), 'requested', 0)
-  keep(row, math.max(expires, now + at_least))
+  keep(row, math.max(expires, kept_until(at_least)))
 end
 return found
 """)
