@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Workers, run_python
+from tests.support.processes import ROOT, Workers, run_python
 from tests.support.services import HOST, Server, ZooKeeper, free_port
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -461,6 +463,41 @@ def test_dead_waiter(backend: str, workers: Workers, key: str, acquire: Leases) 
         alive.expect("held")
     alive.tell("release")
     alive.until_done()
+
+
+@pytest.mark.parametrize("how", ["times out", "is terminated"])
+def test_waiter_that_ends(
+    acquire: Leases, key: str, settings: Any, how: str, backend: str
+) -> None:
+    """A process that gives up and ends leaves no node, which would block the key."""
+    acquire()
+    program = f"""
+import sys
+import django
+from django.conf import settings
+from django.core.management import execute_from_command_line
+settings.configure(
+    INSTALLED_APPS=["dblocks"], DBLOCKS={{"default": {settings.DBLOCKS[backend]!r}}}
+)
+django.setup()
+if {how == "times out"}:
+    from dblocks import distributed_lock
+    assert distributed_lock({key!r}).try_acquire(timeout=0.2) is None
+else:
+    execute_from_command_line(["", "run_locked", {key!r}, "--wait=60", "--", "true"])
+"""
+    waiter = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        if how == "is terminated":
+            eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+            time.sleep(0.3)
+            waiter.terminate()
+            assert waiter.wait(DEADLINE) == 128 + signal.SIGTERM
+        assert waiter.wait(DEADLINE) in (0, 128 + signal.SIGTERM)
+    finally:
+        waiter.kill()
+        waiter.wait()
+    assert len(places(key)) == 1
 
 
 def test_statements_while_waiting(

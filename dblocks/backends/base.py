@@ -201,6 +201,12 @@ class BaseBackend(ABC):
         """Return what a renewal thread renews through while it runs."""
         return nullcontext(self)
 
+    def close(self) -> None:  # noqa: B027
+        """Free what the process has or waits for, if the engine keeps it otherwise.
+
+        For a process that ends at once.
+        """
+
     def reason(self, grant: Grant) -> str:
         """Say why a grant that is no longer current is lost."""
         seen = self.read(grant.key)

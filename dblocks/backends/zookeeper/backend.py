@@ -28,7 +28,7 @@ from . import nodes
 from .asking import Asking, granted_at, moment, reading
 from .connection import ERRORS, PASSING, Address
 from .places import Place
-from .sessions import Held, Session, opened, patiently, session
+from .sessions import Held, Session, close, opened, patiently, session
 
 AT_ONCE = 1000
 """Folders that are read together when all are listed."""
@@ -231,6 +231,9 @@ class ZooKeeperBackend(BaseBackend):
                 # For reason(), until its time is over.
                 holder.grants.setdefault((held.grant.key, held.grant.owner), held)
         return current
+
+    def close(self) -> None:
+        close(self._address)
 
     def reason(self, grant: Grant) -> str:
         def ask(session: Session, give_up: float) -> str:

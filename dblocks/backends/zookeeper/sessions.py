@@ -6,6 +6,7 @@ session is over: when it has heard nothing for the length of a lease.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -87,7 +88,9 @@ class Session(Connection):
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
         self._bells: set[tuple[str, Bell]] = set()
-        self._doomed: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        #: Folders and marks of what is to be deleted.
+        self._leftovers: set[tuple[str, str]] = set()
+        self._due: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def open(self) -> None:
         super().open()
@@ -167,23 +170,27 @@ class Session(Connection):
 
     def close(self) -> None:
         super().close()
-        self._doomed.put(None)
+        self._due.put(None)
 
     def doom(self, folder: str, mark: str) -> None:
         """Have what was made under a mark deleted as soon as possible. Never blocks."""
-        self._doomed.put((folder, mark))
+        self._leftovers.add((folder, mark))
+        self._due.put(None)
+
+    def settle(self, until: float) -> None:
+        """Wait until the leftovers are deleted, at most until then by local clock."""
+        while self._leftovers and not self.is_over() and clock.monotonic() < until:
+            time.sleep(0.005)
 
     def _keep(self) -> None:
         """Delete leftovers for as long as the client lives."""
-        left: set[tuple[str, str]] = set()
+        left = self._leftovers
         while not self.is_over():
             now = clock.monotonic()
             left |= self._run_out(now)
             pause = RETRY_AFTER if left else self._pause(now)
             with suppress(queue.Empty):
-                doomed = self._doomed.get(timeout=pause)
-                if doomed is not None:
-                    left.add(doomed)
+                self._due.get(timeout=pause)
             for each in list(left):
                 try:
                     self.sweep(*each)
@@ -282,6 +289,20 @@ def close(address: Address) -> None:
     found = _sessions.pop(address, None)
     if found is not None:
         found.close()
+
+
+def settle(seconds: float) -> None:
+    """Wait at most this long until nothing of the waiters that gave up is left.
+
+    The server would keep the node of a process that ends, and all who queue behind it
+    waiting, for the length of a lease.
+    """
+    until = clock.monotonic() + seconds
+    for each in list(_sessions.values()):
+        each.settle(until)
+
+
+atexit.register(settle, PATIENCE)
 
 
 def patiently(

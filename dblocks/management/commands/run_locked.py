@@ -176,6 +176,7 @@ exit status:
             if self.from_command_line:
                 # The interpreter's cleanup takes long on a busy machine, and the
                 # waiter's database call may still be under way.
+                wait([in_thread(plan.engine.close, self.signals.wake)], GIVING_BACK)
                 with suppress(AttributeError, OSError, ValueError):
                     sys.stderr.flush()
                 os._exit(status)
