@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dblocks import Lease, Lock, distributed_lock
+from dblocks import Lease, LeaseLost, Lock, distributed_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import move_clock
 from tests.support.factories import stored
@@ -198,6 +199,26 @@ def test_taken_again_in_the_margin(
     if back == "last":
         assert lost.release() is False
     assert not lock().locked()
+
+
+@pytest.mark.needs("has_shared_owners", "has_own_leases")
+def test_lost_holds_of_an_earlier_grant(
+    backend: str, acquire: Leases, lock: Locks, workers: Workers, key: str
+) -> None:
+    """What was lost with one grant isn't subtracted from a co-owner's later one."""
+    if backend == "locmem":
+        pytest.skip("has no other process")
+    lost = [acquire(owner=OWNER) for _ in range(2)]
+    backends[backend].force_release(key)
+    with pytest.raises(LeaseLost):
+        lost[0].renew()
+    co_owner = workers.start("hold", key=key, owner=OWNER, backend=backend, lease=30)
+    co_owner.expect("held")
+    assert acquire(owner=OWNER).release() is True
+    assert lock(owner="somebody else").try_acquire() is None
+    co_owner.tell("release")
+    co_owner.until_done()
+    assert lock(owner="somebody else").acquire(timeout=0).release() is True
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -42,12 +42,14 @@ class Granted(NamedTuple):
         limit: No renewal moves the expiry beyond this many seconds from now.
         again: The owner had the key already, in another thread or process.
         gate: The key's gate, if it was entered for this; left after the release.
+        identity: Tells this grant from others of its owner, where tokens don't.
     """
 
     grant: Grant
     limit: float
     again: bool = False
     gate: Gate | None = None
+    identity: str = ""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class Request:
             and not released.
         gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
+        identity: The identity of a new grant, where tokens don't tell one from another.
     """
 
     key: str
@@ -78,6 +81,7 @@ class Request:
     queued: bool = False
     permits: int = 1
     permit: int = 0
+    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

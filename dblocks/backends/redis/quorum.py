@@ -8,6 +8,7 @@ do distributed locking", 2016; S. Sanfilippo, "Is Redlock safe?", 2016).
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -43,6 +44,9 @@ SOCKET_TIMEOUT = 0.25
 DRIFT = 0.01
 """The part of a lease by which the servers' clocks may drift apart."""
 
+MOST_NOTED = 10_000
+"""The most explicit owners' grants that are told from later ones."""
+
 workers = Workers("dblocks-redlock")
 
 
@@ -51,6 +55,10 @@ def _answer(future: Future[T], question: Callable[[Server], T], server: Server) 
         future.set_result(question(server))
     except BaseException as error:
         future.set_exception(error)
+
+
+def _identity() -> str:
+    return os.urandom(8).hex()
 
 
 class QuorumBackend(Servers):
@@ -63,6 +71,8 @@ class QuorumBackend(Servers):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
         self._majority = len(self._servers) // 2 + 1
+        #: The latest grants of explicit owners, by key and owner.
+        self._identities: dict[tuple[str, str], str] = {}
 
     def _client_options(self) -> dict[str, Any]:
         times = dict.fromkeys(
@@ -137,7 +147,7 @@ class QuorumBackend(Servers):
 
     def _try(self, request: Request, key: str) -> Granted | Reading:
         sent = clock.monotonic()
-        alone = replace(request, key=key, permits=1, permit=0)
+        alone = replace(request, key=key, permits=1, permit=0, identity=_identity())
         answers, errors = self._answers(
             lambda server: server.acquire(alone), self._servers
         )
@@ -148,8 +158,9 @@ class QuorumBackend(Servers):
         if len(grants) >= self._majority and left > 0:
             grant = Grant(key, request.owner, None)
             again = any(each.again for each in grants)
-            forfeited = request.forfeits(grant) if again else 0
-            if forfeited:
+            identity, _ = Counter(each.identity for each in grants).most_common(1)[0]
+            forfeited = self._forfeited(request, grant, identity)
+            if forfeited and again:
                 self._ask(lambda server: server.forfeit(grant, forfeited))
             return Granted(grant, limit, again=again)
         self._undo([Grant(key, request.owner, None)], request, granting)
@@ -157,10 +168,26 @@ class QuorumBackend(Servers):
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
+    def _forfeited(self, request: Request, grant: Grant, identity: str) -> int:
+        """Return how many holds of this very grant an explicit owner has lost here."""
+        if not request.explicit:
+            return 0
+        lost = request.forfeits(grant)
+        known = self._identities.get((grant.key, grant.owner))
+        self._note_identity(grant, identity)
+        return lost if known == identity else 0
+
+    def _note_identity(self, grant: Grant, identity: str) -> None:
+        if len(self._identities) >= MOST_NOTED:
+            # A grant of which nothing is known may count too many holds, and lapses.
+            self._identities.clear()
+        self._identities[grant.key, grant.owner] = identity
+
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
         sent = clock.monotonic()
+        request = replace(request, identity=_identity())
         grants = [Grant(key, request.owner, None) for key in keys]
         answers, errors = self._answers(
             lambda server: server.acquire_all(request, keys), self._servers
@@ -171,6 +198,8 @@ class QuorumBackend(Servers):
             limit = granted[0][0].limit
             left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
             if left > 0:
+                for grant in grants if request.explicit else ():
+                    self._note_identity(grant, request.identity)
                 return [Granted(grant, limit) for grant in grants]
         self._undo(grants, request, granting)
         if len(answers) < self._majority:

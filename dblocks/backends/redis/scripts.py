@@ -122,7 +122,8 @@ def _script(text: str) -> Script:
 ACQUIRE = _script("""
 local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local explicit, begin, ticket = ARGV[7] == '1', tonumber(ARGV[8]), ARGV[9]
+local explicit, id = ARGV[7] == '1', ARGV[8]
+local begin, ticket = tonumber(ARGV[9]), ARGV[10]
 local size = #KEYS - 4
 local chosen, version, since, soonest, expires_first
 local free = 0
@@ -130,7 +131,7 @@ local free = 0
 for i = 0, size - 1 do
   local permit = (begin + i) % size
   local row = KEYS[5 + permit]
-  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until')
+  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until', 'id')
   local expires = number(f[3])
   if expires <= now then
     free = free + 1
@@ -143,7 +144,7 @@ for i = 0, size - 1 do
       redis.call('HSET', row, 'expires', whole(expires))
       keep(row, expires)
     end
-    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0}
+    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, f[5] or ''}
   elseif not soonest or expires < expires_first then
     soonest, expires_first = permit, expires
   end
@@ -168,7 +169,7 @@ local expires = now + math.min(lease, max_hold)
 redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
   'version', whole(version), 'acquired', whole(now), 'expires', whole(expires),
   'min_until', whole(kept_until(at_least)), 'max_until', whole(max_until),
-  'requested', 0)
+  'requested', 0, 'id', id)
 keep(row, math.max(expires, kept_until(at_least)))
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
@@ -177,13 +178,13 @@ if ticket ~= '' then
   redis.call('DEL', bell)
 end
 if queued and free - 1 > reserved(rung) then ring(queue, alive, rung) end
-return {1, chosen, version, max_until - now, 0}
+return {1, chosen, version, max_until - now, 0, id}
 """)
 """Grant a key, or the first free of its permits from one on.
 
 Keys: queue, alive, rung, bell, rows. Arguments: owner; lease, max_hold and
-hold_at_least; holder; note; whether the owner is explicit; the permit to begin with;
-the ticket, or nothing.
+hold_at_least; holder; note; whether the owner is explicit; an id for a new grant; the
+permit to begin with; the ticket, or nothing.
 """
 
 ACQUIRE_ALL = _script("""
@@ -206,14 +207,14 @@ for i, version in ipairs(found) do
   redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
     'count', 1, 'version', whole(version), 'acquired', whole(now),
     'expires', whole(expires), 'min_until', whole(kept_until(at_least)),
-    'max_until', whole(max_until), 'requested', 0)
+    'max_until', whole(max_until), 'requested', 0, 'id', ARGV[8])
   keep(row, math.max(expires, kept_until(at_least)))
 end
 return found
 """)
 """Grant several free keys that nobody waits for, or none.
 
-Keys: queue, rung and row of each. Arguments: as for one key, up to ``explicit``.
+Keys: queue, rung and row of each. Arguments: as for one key, up to the id.
 """
 
 RELEASE = _script("""

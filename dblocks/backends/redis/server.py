@@ -92,13 +92,14 @@ class Server:
         if not answer[0]:
             permit = None if request.permits == 1 else answer[1]
             return replace(self._reading(answer[2]), permit=permit)
-        _, _, version, limit, again = answer
+        _, _, version, limit, again, identity = answer
         granted = self._granted(key, request, version, limit)
-        return granted._replace(again=bool(again))
+        return granted._replace(again=bool(again), identity=identity.decode())
 
     def _granted(self, key: str, request: Request, version: int, limit: int) -> Granted:
         token = version if self._has_tokens else None
-        return Granted(Grant(key, request.owner, token), limit / MICRO)
+        grant = Grant(key, request.owner, token)
+        return Granted(grant, limit / MICRO, identity=request.identity)
 
     def forfeit(self, grant: Grant, holds: int) -> None:
         """Subtract holds from the count of an explicit owner's grant."""
@@ -335,6 +336,7 @@ def _terms(request: Request) -> list[str | int]:
         request.holder,
         request.note,
         int(request.explicit),
+        request.identity,
     ]
 
 
