@@ -205,9 +205,12 @@ class LeaseBlock(ABC):
             if not left:
                 break
             if clock.monotonic() >= give_up:
+                why = "a transaction has its row locked"
+                if not self._backend.has_table:
+                    why = "too few servers have it"
                 raise DatabaseError(
-                    f"The lease on {left[0].key!r} was not renewed: a transaction has "
-                    f"its row locked. It is held for {left[0].remaining():.1f} s more."
+                    f"The lease on {left[0].key!r} was not renewed: {why}. It is held "
+                    f"for {left[0].remaining():.1f} s more."
                 )
             time.sleep(0.01)
         self.check()

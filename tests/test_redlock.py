@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from dblocks import LeaseLost, LockTimeout, distributed_lock
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
+from dblocks.backends.values import Grant, Request
 from dblocks.conf import backends
 from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
@@ -241,6 +242,30 @@ def test_late_grants_are_not_valid(
             proxy.delay = (0.15, 0.2)
         assert distributed_lock(key, lease=0.1, renew=False).try_acquire() is None
         assert set(holders(servers, key)) == {""}
+
+
+@pytest.mark.parametrize("verb", ["acquire", "acquire_all"])
+def test_undo_that_comes_late(servers: list[Redis], key: str, verb: str) -> None:
+    """What undoes a request leaves alone what its sender was granted after it."""
+    server = backends["default"]._servers[0]  # type: ignore[attr-defined]
+
+    def ask(identity: str) -> Any:
+        request = Request(key, "owner", 30.0, identity=identity)
+        if verb == "acquire":
+            return server.acquire(request)
+        return server.acquire_all(request, [key])
+
+    def undo(identity: str) -> None:
+        grants = [Grant(key, "owner", None)]
+        server.release_all(grants, count=0, undo=True, identity=identity)
+
+    assert ask("1")
+    assert ask("2")
+    ask("1")
+    undo("1")
+    assert server.read_all([key])[key].owner == "owner"
+    undo("2")
+    assert server.read_all([key])[key].owner == ""
 
 
 @pytest.mark.parametrize("permits", [1, 3])

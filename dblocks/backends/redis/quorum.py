@@ -9,6 +9,7 @@ do distributed locking", 2016; S. Sanfilippo, "Is Redlock safe?", 2016).
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -58,7 +59,8 @@ def _answer(future: Future[T], question: Callable[[Server], T], server: Server) 
 
 
 def _identity() -> str:
-    return os.urandom(8).hex()
+    """Return the identity of a new grant; a later one is greater in this process."""
+    return f"{time.monotonic_ns():016x}{os.urandom(8).hex()}"
 
 
 class QuorumBackend(Servers):
@@ -163,7 +165,7 @@ class QuorumBackend(Servers):
             if forfeited and again:
                 self._ask(lambda server: server.forfeit(grant, forfeited))
             return Granted(grant, limit, again=again)
-        self._undo([Grant(key, request.owner, None)], request, granting)
+        self._undo([Grant(key, request.owner, None)], alone, granting)
         if len(answers) < self._majority:
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
@@ -212,15 +214,15 @@ class QuorumBackend(Servers):
         """Undo what was granted, or may have been; the rest lapses.
 
         An explicit owner may have the key in another thread: there, only holds that are
-        known to have been counted now are undone.
+        known to have been counted now are undone. Otherwise only what this request was
+        granted: a server that hung may undo after the owner has asked again.
         """
         if request.explicit:
-            count, servers = None, granting
+            undo = partial(Server.release_all, grants=grants, count=None, undo=True)
+            self._answers(undo, granting)
         else:
-            count, servers = 0, self._servers
-        self._answers(
-            lambda server: server.release_all(grants, count=count, undo=True), servers
-        )
+            undo = partial(Server.release_all, grants=grants, count=0, undo=True)
+            self._answers(partial(undo, identity=request.identity), self._servers)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         return self._renew([renewal], "up" if count is None else count)

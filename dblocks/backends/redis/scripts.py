@@ -140,10 +140,13 @@ for i = 0, size - 1 do
     local max_until = number(f[4])
     if explicit then
       redis.call('HINCRBY', row, 'count', 1)
-      expires = math.max(expires, math.min(now + lease, max_until))
-      redis.call('HSET', row, 'expires', whole(expires))
-      keep(row, expires)
+    elseif id > (f[5] or '') then
+      -- Asked again: what undoes the earlier request must not undo this one.
+      redis.call('HSET', row, 'id', id)
     end
+    expires = math.max(expires, math.min(now + lease, max_until))
+    redis.call('HSET', row, 'expires', whole(expires))
+    keep(row, expires)
     return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, f[5] or ''}
   elseif not soonest or expires < expires_first then
     soonest, expires_first = permit, expires
@@ -192,9 +195,11 @@ local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local found = {}
 
 for i = 1, #KEYS, 3 do
-  local f = redis.call('HMGET', KEYS[i + 2], 'owner', 'version', 'expires')
+  local f = redis.call('HMGET', KEYS[i + 2], 'owner', 'version', 'expires', 'id')
   local mine = ARGV[7] ~= '1' and f[1] == owner
   if number(f[3]) > now and not mine then return {} end
+  -- This is late: its sender has asked again.
+  if mine and (f[4] or '') > ARGV[8] then return {} end
   if redis.call('EXISTS', KEYS[i], KEYS[i + 1]) > 0 then return {} end
   found[#found + 1] = number(f[3]) > now and number(f[2])
     or math.max(number(f[2]) + 1, now)
@@ -225,8 +230,8 @@ local answers = {}
 for i = 1, #KEYS / 4 do
   local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
   local owner, version = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
-  local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until')
-  local same = version == '' or f[2] == version
+  local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until', 'id')
+  local same = version == '' or f[2] == version or f[5] == version
   local current = same and f[1] == owner
   -- Of a version, only the lost reply of this very release leaves no owner.
   answers[i] = (current or (same and f[1] == '' and retried)) and 1 or 0
@@ -255,7 +260,7 @@ return answers
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
 to count down; whether they don't cool; whether this was sent before; an id of this
-act; owner and version (nothing: any) of each.
+act; owner, and version or id (nothing: any), of each.
 """
 
 RENEW = _script("""

@@ -128,14 +128,23 @@ class Server:
         ]
 
     def release_all(
-        self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
+        self,
+        grants: Sequence[Grant],
+        *,
+        count: int | None,
+        undo: bool = False,
+        identity: str = "",
     ) -> set[Grant]:
-        """Release one hold of each, or all but ``count``; return the current ones."""
+        """Release one hold of each, or all but ``count``; return the current ones.
+
+        Args:
+            identity: Only of grants that have it.
+        """
         names: list[str] = []
         owners: list[str | int] = []
         for grant in grants:
             names += [*self._queue(apart(grant.key)[0]), self.row(grant.key)]
-            owners += grant.owner, _version(grant)
+            owners += grant.owner, identity or _version(grant)
         answers = self.client.run(
             scripts.RELEASE,
             names,
