@@ -309,15 +309,18 @@ def test_passing_error_in_renew(acquire: Leases, passing_error: Exception) -> No
 
 
 def test_error_that_doesnt_pass(key: str, passing_error: Exception) -> None:
-    """An error that comes again and again is raised after a second, not LockTimeout."""
+    """An error that comes again and again is raised after a second, not LockTimeout.
+
+    SQLite's says that others have the whole database, and that counts as taken.
+    """
     distributed_lock(key).acquire(timeout=0).release()
     trouble = Trouble(passing_error, times=10**9)
-    with (
-        connection.execute_wrapper(trouble),
-        takes(at_most=1 + SLACK),
-        pytest.raises(OperationalError),
-    ):
-        distributed_lock(key).try_acquire()
+    with connection.execute_wrapper(trouble), takes(at_most=1 + SLACK):
+        if connection.vendor == "sqlite":
+            assert distributed_lock(key).try_acquire() is None
+        else:
+            with pytest.raises(OperationalError):
+                distributed_lock(key).try_acquire()
     assert len(trouble.sent) > 1
     assert not distributed_lock(key).locked()
 
