@@ -20,7 +20,7 @@ from tests.support.fixtures import OtherThread, fitting
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled
 
-LEASE = scaled(0.9)
+LEASE = scaled(1.5)
 
 Locks = Callable[..., Lock]
 Acquire = Callable[..., Lease]
