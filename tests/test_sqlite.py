@@ -598,18 +598,20 @@ def test_guard_beside_a_writer_that_waits_for_readers(
 
 
 @pytest.mark.usefixtures("queue")
-def test_gate_that_is_garbage(committed: None) -> None:
+def test_gate_that_is_garbage(tmp_path: Path) -> None:
     """A descriptor that is given back while it is collected stays open."""
 
     class Gate:
         def __del__(self) -> None:
             self.descriptor.give_back()
 
-    path = str(connection.settings_dict["NAME"])
+    # No other test gives back a descriptor of this file.
+    database = tmp_path / "database"
+    database.touch()
+    path = str(database)
     gate: Any = Gate()
     gate.descriptor = file_locks._Descriptor(path)
     gate.descriptor.gate = gate
-    file_locks._idle.pop(path, None)
     del gate
     gc.collect()
     [kept] = file_locks._idle[path]
@@ -629,6 +631,13 @@ def gate_for(key: str) -> file_locks.FileLock:
     return gate
 
 
+def queues_for(gate: file_locks.FileLock) -> bool:
+    """Tell whether a thread stands in the kernel's queue for this gate's key."""
+    place = gate._path, gate._byte
+    threads = threading.enumerate()
+    return any(getattr(thread, "_place", None) == place for thread in threads)
+
+
 @pytest.mark.usefixtures("queue")
 def test_no_thread_to_queue(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no thread can be started, the gate is closed and nothing is left open."""
@@ -637,11 +646,10 @@ def test_no_thread_to_queue(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     gate = gate_for(key)
-    before = dict(file_locks._askers)
     monkeypatch.setattr(file_locks._Asker, "start", fail)
     with pytest.raises(GateClosed):
         gate.enter(1)
-    assert file_locks._askers == before
+    assert (gate._path, gate._byte) not in file_locks._askers
     assert not gate.held
 
 
@@ -701,7 +709,6 @@ def test_lock_that_fails_while_it_is_waited_for(
 
     gate = gate_for(key)
     monkeypatch.setattr(file_locks._Descriptor, "lock", fail)
-    before = queueing_threads()
     gate.enter(0.2)
-    eventually(lambda: queueing_threads() == before, what="the thread's end")
+    eventually(lambda: not queues_for(gate), what="the thread's end")
     assert not gate.held
