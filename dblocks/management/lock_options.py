@@ -88,7 +88,11 @@ def add_release_arguments(verb: CommandParser) -> None:
         metavar="N",
         help="Only the grant with this fencing token. Default: the one shown.",
     )
-    add("--older-than", **DURATION, help="Only if held for longer. Default: always.")
+    add(
+        "--older-than",
+        **DURATION,
+        help="Only if held for longer, as in 2h. Default: always.",
+    )
     add(
         "--ask",
         **FLAG,
@@ -113,7 +117,7 @@ def add_prune_arguments(verb: CommandParser) -> None:
         "--older-than",
         **DURATION,
         required=True,
-        help="Only keys that have been free or expired for longer. Required.",
+        help="Only keys that have been free or expired for longer, as in 30d. Required.",
     )
     add("--dry-run", **FLAG, help="Count, but delete nothing. Default: delete.")
 
