@@ -117,7 +117,7 @@ def add_prune_arguments(verb: CommandParser) -> None:
         "--older-than",
         **DURATION,
         required=True,
-        help="Only keys that have been free or expired for longer, as in 30d. Required.",
+        help="Only keys free or expired for longer, as in 30d. Required.",
     )
     add("--dry-run", **FLAG, help="Count, but delete nothing. Default: delete.")
 
