@@ -36,9 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 4, 8
-#: Seconds after which the load shows what a run does.
-SETTLING = 20
+FEWEST_JOBS, MOST_JOBS = 4, 10
+#: Seconds after which the processors show what a run does.
+SETTLING = 5
+#: Share of the processors' time that must be idle for another run.
+SPARE = 0.3
 #: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
 #: of the servers. Without such a folder, wherever temporary files are.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -120,25 +122,47 @@ class Run:
             yield float(test.get("time", 0)), f"{self.name}: {name}"
 
 
-def may_start(running: list[Run], jobs: int | None) -> bool:
-    """Tell whether another run may start beside these.
+class Jobs:
+    """Decides how many runs go on at a time.
 
     Tests mostly wait. Unless told how many, more go on where that leaves processors
-    idle, once the load shows what those do that run already.
+    idle, once it shows what those do that run already.
     """
-    if jobs is not None or len(running) < FEWEST_JOBS:
-        return len(running) < (jobs or FEWEST_JOBS)
-    settled = time.monotonic() - running[-1].started_at > SETTLING
-    idle = os.getloadavg()[0] < (os.cpu_count() or 1)
-    return settled and idle and len(running) < MOST_JOBS
+
+    def __init__(self, jobs: int | None) -> None:
+        self._jobs = jobs
+        self._look()
+
+    def _look(self) -> None:
+        self._looked_at, self._idle = time.monotonic(), idle_seconds()
+
+    def may_start(self, running: int) -> bool:
+        """Tell whether another run may start beside so many."""
+        if self._jobs is not None or running < FEWEST_JOBS:
+            return running < (self._jobs or FEWEST_JOBS)
+        passed = time.monotonic() - self._looked_at
+        if passed < SETTLING or running >= MOST_JOBS:
+            return False
+        spare = (idle_seconds() - self._idle) / passed / (os.cpu_count() or 1)
+        self._look()
+        return spare > SPARE
+
+
+def idle_seconds() -> float:
+    """Seconds for which processors had nothing to do, if the system counts them."""
+    with contextlib.suppress(FileNotFoundError):
+        idle = Path("/proc/stat").read_text().split(maxsplit=5)[4]
+        return int(idle) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def run_all(runs: list[Run], *, jobs: int | None, arguments: list[str]) -> list[str]:
     """Run what is given, some at a time; the names of those that failed."""
     waiting, running, failed = list(runs), list[Run](), list[str]()
+    most = Jobs(jobs)
     try:
         while waiting or running:
-            while waiting and may_start(running, jobs):
+            while waiting and most.may_start(len(running)):
                 running.append(waiting.pop(0))
                 running[-1].start()
             for run in [run for run in running if run.ended()]:

@@ -186,7 +186,7 @@ SECONDS_OF_TOPOLOGIES = 120
 #: What a module takes that is not listed.
 FEW_SECONDS = 5
 #: How long a run takes, more or less.
-SHARE = 220
+SHARE = 120
 
 
 @dataclass(frozen=True, slots=True)

@@ -742,6 +742,9 @@ def test_rows_of_which_one_is_locked(
         pytest.skip("a transaction has the one writer's lock")
     options: dict[str, Any] = {how: 0.3 if how == "timeout" else True}
     holder, another = threads(), threads()
+    # An insert may split InnoDB's page at a locked row, which locks the gap before it.
+    with transaction_lock(*names):
+        pass
     blocking = transaction_lock(max(names))
     holder.do(blocking.__enter__)
     try:
