@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -58,6 +59,8 @@ class Run:
     #: How many seconds it takes, more or less.
     expected: int
     duration: float = field(init=False, default=0.0)
+    #: Seconds of a processor that it and its children took.
+    computed: float = field(init=False, default=0.0)
     process: subprocess.Popen[bytes] = field(init=False)
     started_at: float = field(init=False)
 
@@ -89,7 +92,10 @@ class Run:
 
     def ended(self) -> bool:
         self.duration = time.monotonic() - self.started_at
-        if self.process.poll() is None and self.duration > TIME_LIMIT:
+        before = computed_by_children()
+        if self.process.poll() is not None:
+            self.computed = computed_by_children() - before
+        elif self.duration > TIME_LIMIT:
             self.stop()
             with self.output.open("a") as output:
                 output.write(f"\nStopped after {TIME_LIMIT} seconds.\n")
@@ -148,6 +154,12 @@ class Jobs:
         return spare > SPARE
 
 
+def computed_by_children() -> float:
+    """Seconds of a processor that ended children, and theirs, took."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def idle_seconds() -> float:
     """Seconds for which processors had nothing to do, if the system counts them."""
     with contextlib.suppress(FileNotFoundError):
@@ -185,9 +197,9 @@ def show_durations(runs: list[Run]) -> None:
     slowest = sorted((test for run in runs for test in run.tests()), reverse=True)
     for duration, name in slowest[:SLOWEST]:
         print(f"{duration:6.1f} s  {name}")
-    print("\nThe runs")
+    print("\nThe runs, and their seconds of a processor")
     for run in sorted(runs, key=lambda run: run.duration, reverse=True):
-        print(f"{run.duration:6.0f} s  {run.name}")
+        print(f"{run.duration:6.0f} s {run.computed:5.0f} s  {run.name}")
 
 
 def coverage(*arguments: str) -> bool:
