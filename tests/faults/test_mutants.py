@@ -24,7 +24,12 @@ from tests.support.fixtures import in_memory
 ENGINE = settings.DATABASES["default"]["ENGINE"].rpartition(".")[2]
 VENDOR = {"sqlite3": "sqlite"}.get(ENGINE, ENGINE)
 HERE = [m for m in MUTANTS if VENDOR in (m.engines if FULL else [m.quick])]
-NAMES = {mutant.name: mutant for mutant in HERE}
+CONTROL = Mutant(
+    "none",
+    *("models.py", "import", "import"),
+    tests=tuple(sorted({test for mutant in HERE for test in mutant.tests})),
+    quick=VENDOR,
+)
 AT_A_TIME = int(os.environ.get("DBLOCKS_FAULTS_JOBS") or 2)
 
 Verdict = Callable[[Mutant], "str | None"]
@@ -34,7 +39,7 @@ Verdict = Callable[[Mutant], "str | None"]
 def verdict(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Verdict]:
-    """Try all mutants that were asked for, some at a time; wait for one."""
+    """Try all that were asked for, the control too, some at a time; wait for one."""
     if VENDOR == "sqlite" and settings.DATABASES["default"]["NAME"] == ":memory:":
         pytest.skip("a database in memory belongs to one process")
     chosen = [
@@ -42,6 +47,8 @@ def verdict(
         for item in request.session.items
         if "mutant" in getattr(getattr(item, "callspec", None), "params", {})
     ]
+    if "test_no_mutant_lives" in {item.name for item in request.session.items}:
+        chosen.insert(0, CONTROL)
     trials: dict[str, Future[str | None]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for number, mutant in enumerate(chosen):
@@ -62,13 +69,10 @@ def test_mutant_dies(
     figures["killed"] = 1
 
 
-@pytest.mark.skipif(not FULL, reason="the tests themselves pass every day")
-@pytest.mark.timeout(10 * TIME_LIMIT)
-def test_no_mutant_lives(committed: None, tmp_path: Path) -> None:
+@pytest.mark.timeout(len(MUTANTS) * TIME_LIMIT)
+def test_no_mutant_lives(committed: None, verdict: Verdict) -> None:
     """The control: the tests that kill pass in a copy that nothing was changed in."""
-    tests = tuple(sorted({test for mutant in HERE for test in mutant.tests}))
-    none = Mutant("none", "models.py", "import", "import", tests, quick=VENDOR)
-    assert survives(none, tmp_path)
+    assert verdict(CONTROL)
 
 
 def test_mutants_are_mutants(tmp_path: Path) -> None:
