@@ -83,10 +83,10 @@ class LeaseBlock(ABC):
         process, and the lease belongs to its parent.
         """
         first = self._first_lost()
-        return None if first is None else first._hold.lost_reason
+        return None if first is None else first._lost_reason
 
     def _first_lost(self) -> Lease | None:
-        lost = [each for each in self._each() if each._hold.lost_reason is not None]
+        lost = [each for each in self._each() if each._lost_reason is not None]
         return min(lost, key=lambda each: each._hold.over_at) if lost else None
 
     @property
@@ -136,7 +136,7 @@ class LeaseBlock(ABC):
         return LeaseLost(
             first.key,
             fencing_token=first.fencing_token,
-            reason=first._hold.lost_reason or RELEASED,
+            reason=first._lost_reason or RELEASED,
         )
 
     @sync_only
@@ -249,7 +249,7 @@ class LeaseBlock(ABC):
         if counts and transactions.transaction_is_open():
             self._deferred = True
             transactions.at_end(transactions.RELEASE, self._release_at_end)
-            return True
+            return self._committed or self.held
         return self._release_now()
 
     def _release_at_end(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from . import clock, signals
 from .holding import news, owners
-from .holding.holds import RELEASED, Hold, nobody
+from .holding.holds import RELEASED, Claim, Hold
 from .holding.sets import release_together
 from .lease_blocks import LeaseBlock
 
@@ -31,12 +31,14 @@ class Lease(LeaseBlock):
                 ...
     """
 
-    def __init__(self, hold: Hold, atomic: bool) -> None:
+    def __init__(self, hold: Hold, claim: Claim, atomic: bool) -> None:
         super().__init__(atomic)
         self._hold = hold
         self._ref = weakref.ref(self)
+        #: It was held until it was given back: what becomes of the grant is others'.
+        self._is_released = False
         hold.leases.add(self._ref)
-        hold.promised = nobody
+        hold.keep_promise(claim)
 
     def _each(self) -> Sequence[Lease]:
         return (self,)
@@ -59,6 +61,10 @@ class Lease(LeaseBlock):
     def _open(self) -> bool:
         return self._ref in self._hold.leases
 
+    @property
+    def _lost_reason(self) -> str | None:
+        return None if self._is_released else self._hold.lost_reason
+
     def _close(self) -> bool:
         """Count it as given back, once."""
         try:
@@ -71,9 +77,13 @@ class Lease(LeaseBlock):
         if not self._close():
             return False
         held = self._hold.release(self._committed)
+        self._note_release(held)
+        return held
+
+    def _note_release(self, held: bool) -> None:
+        self._is_released = held
         if held and not self._hold.counted:
             self._tell_released()
-        return held
 
     @property
     def key(self) -> str:
@@ -164,8 +174,7 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
         closed = [lease for lease in self._in_order if lease._close()]
         held = release_together([lease._hold for lease in closed], self._committed)
         for lease, was_held in zip(closed, held, strict=True):
-            if was_held and not lease._hold.counted:
-                lease._tell_released()
+            lease._note_release(was_held)
         return len(held) == len(self._in_order) and all(held)
 
     def __getitem__(self, key: str) -> Lease:

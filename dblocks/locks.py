@@ -261,7 +261,10 @@ class Lock(Generic[L]):
 
     def _leases(self, attempts: list[Attempt], holds: list[Hold]) -> L:
         """Return the leases of what was granted."""
-        leases = [Lease(hold, self.atomic and self._is_one) for hold in holds]
+        leases = [
+            Lease(hold, attempt, self.atomic and self._is_one)
+            for attempt, hold in zip(attempts, holds, strict=True)
+        ]
         by = attempts[0].by
         try:
             found: Any = leases[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import connection, transaction
 
 from dblocks import Lease, LeaseLost, Lock, distributed_lock
 from dblocks.conf import backends
@@ -98,6 +100,19 @@ def test_limit_binds_co_owners(acquire: Leases, key: str) -> None:
     assert locks.renew(key, owner=OWNER, version=version, lease=600)
     assert held_for(key) <= 20
     assert locks.release(key, owner=OWNER, version=version)
+    assert lease.release() is True
+
+
+@pytest.mark.database_backend
+def test_entered_for_longer_than_the_limit(acquire: Leases, key: str) -> None:
+    """A lease that a co-owner's max_hold shortens has the margin of what is left."""
+    row = locks.acquire(key, owner=OWNER, lease=1)
+    assert row is not None
+    locks.filter(pk=key).update(max_until=row.acquired_at + timedelta(seconds=60))
+    lease = acquire(owner=OWNER, lease=3600)
+    assert 50 < lease.remaining() <= 54
+    lease.renew(7200)
+    assert 50 < lease.remaining() <= 54
     assert lease.release() is True
 
 
@@ -243,6 +258,61 @@ def test_count_starts_from_one(
     assert distributed_lock(key).locked()
     assert second.release() is True
     assert not distributed_lock(key).locked()
+
+
+@pytest.mark.database_backend
+def test_released_beside_a_co_owner(
+    backend: str, acquire: Leases, obtainable: Obtainable, key: str
+) -> None:
+    """What was lost is counted no more once it is released, though others hold on."""
+    lost = acquire(owner=OWNER, lease=60, renew=False)
+    row = locks.acquire(key, owner=OWNER, lease=600)
+    assert row is not None
+    move_clock(57, backend=backend)
+    assert lost.release() is False
+    assert lost.lost_reason == "expired"
+    assert stored(key).hold_count == 1
+    assert locks.release(key, owner=OWNER, version=row.version)
+    assert obtainable()
+
+
+@pytest.mark.database_backend
+def test_taken_again_while_the_row_is_locked(
+    two_writers: None, backend: str, lock: Locks, other: OtherThread, key: str
+) -> None:
+    """What was lost isn't forgotten by an attempt that meets a locked row."""
+    if not connection.features.has_select_for_update:
+        pytest.skip("has no locked rows")
+    lost = lock(owner=OWNER, lease=60, renew=False).acquire(timeout=0)
+    move_clock(57, backend=backend)
+    assert not lost.held
+
+    def refuse() -> None:
+        with transaction.atomic():
+            assert locks.select_for_update().get(pk=key)
+            assert other.do(lock(owner=OWNER, timeout=0).try_acquire) is None
+
+    refuse()
+    lease = lock(owner=OWNER).acquire(timeout=0)
+    assert stored(key).hold_count == 1
+    assert lease.release() is True
+    assert not lock().locked()
+
+
+@pytest.mark.database_backend
+def test_taken_again_under_another_alias(
+    backend: str, lock: Locks, key: str, settings: Any
+) -> None:
+    """Two backends that keep their locks in one database share what was lost."""
+    settings.DBLOCKS = {**settings.DBLOCKS, "default": {}, "jobs": {}}
+    lost = lock(owner=OWNER, lease=60, renew=False).acquire(timeout=0)
+    move_clock(57, backend=backend)
+    assert not lost.held
+    lease = distributed_lock(key, owner=OWNER, backend="jobs").acquire(timeout=0)
+    assert stored(key).hold_count == 1
+    assert lost.release() is False
+    assert lease.release() is True
+    assert not lock().locked()
 
 
 @pytest.mark.database_backend

@@ -258,6 +258,41 @@ def test_no_loss_without_loss(acquire: Leases) -> None:
     always(lambda: not losses.calls and lease.lost_reason is None, during=scaled(0.6))
 
 
+@pytest.mark.parametrize("place", ["by itself", "in its block"])
+def test_no_loss_of_what_was_released(
+    backend: str, acquire: Leases, key: str, place: str
+) -> None:
+    """What becomes of the grant later doesn't concern a lease that was given back."""
+    outer = acquire()
+    losses, requests = Losses(), Losses()
+
+    def lose(inner: Lease) -> None:
+        inner.on_lost(losses)
+        inner.on_release_requested(requests)
+        assert inner.release() is True
+        backends[backend].request_release(key)
+        outer.renew()
+        backends[backend].force_release(key)
+        with pytest.raises(LeaseLost):
+            outer.renew()
+        outer_losses = Losses()
+        outer.on_lost(outer_losses)
+        eventually(lambda: outer_losses.calls, what="the news of the outer one")
+        assert inner.lost_reason is None
+        with pytest.raises(LeaseLost) as caught:
+            inner.check()
+        assert caught.value.reason == "released"
+
+    if place == "by itself":
+        lose(acquire())
+    else:
+        with acquire() as inner:
+            lose(inner)
+    assert not losses.calls
+    assert not requests.calls
+    assert outer.release() is False
+
+
 def test_loss_is_logged(
     acquire: Leases, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:

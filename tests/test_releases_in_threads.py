@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from dblocks import Lease, Lock
 from tests.support.fixtures import OtherThread
-from tests.support.timing import DEADLINE
+from tests.support.timing import DEADLINE, SLACK, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -104,3 +105,45 @@ def test_released_at_once(
         assert [lease.lost_reason for lease in leases] == [None, None]
         assert not told
         assert obtainable()
+
+
+@OWNERS
+@pytest.mark.database_backend
+@pytest.mark.parametrize("place", ["in a transaction", "in autocommit"])
+def test_entered_again_beside_a_release(
+    acquire: Leases,
+    other: OtherThread,
+    obtainable: Obtainable,
+    owner: str | None,
+    place: str,
+) -> None:
+    """A release that waits, perhaps for this transaction, keeps nobody from entering.
+
+    The one in the other thread waits here until the transaction is over, as it would
+    where that has the row locked.
+    """
+    outer, inner = acquire(owner=owner), acquire(owner=owner)
+    on_its_way, transaction_over = threading.Event(), threading.Event()
+
+    def hold_back(execute: Any, *args: Any) -> Any:
+        on_its_way.set()
+        transaction_over.wait(DEADLINE)
+        return execute(*args)
+
+    def release_slowly() -> bool:
+        with connection.execute_wrapper(hold_back):
+            return inner.release()
+
+    released = other.start(release_slowly)
+    assert on_its_way.wait(DEADLINE)
+    with transaction.atomic() if place == "in a transaction" else nullcontext():
+        with takes(at_most=1 + SLACK):
+            again = acquire(owner=owner)
+        assert again.held
+        assert again.fencing_token == outer.fencing_token
+    transaction_over.set()
+    assert released.result(DEADLINE) is True
+    assert outer.release() is True
+    assert not obtainable()
+    assert again.release() is True
+    assert obtainable()

@@ -33,7 +33,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, fitting
-from tests.support.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.test_ownership import run
 
 Together = Callable[..., Lock[Any]]
@@ -226,6 +226,19 @@ def test_one_is_lost(
     assert caught.value.key == names[1]
     assert free(*names)
     assert len(told) == 1
+
+
+def test_one_is_lost_in_a_transaction(
+    committed: None, together: Together, names: list[str], backend: str
+) -> None:
+    """A release that waits for the transaction's end says what it says at once."""
+    leases = together().acquire()
+    assert backends[backend].force_release(names[1])
+    with pytest.raises(LeaseLost):
+        leases.renew()
+    with transaction.atomic():
+        assert leases.release() is False
+    assert leases.release() is False
 
 
 @pytest.mark.database_backend
@@ -446,6 +459,34 @@ def test_entered_again_while_others_are_waited_for(
         releasing.join()
         assert free(second)
         assert not free(first)
+
+
+@pytest.mark.needs("has_shared_owners", "has_own_leases")
+@pytest.mark.parametrize("what", ["another set", "one key"])
+def test_co_owner_comes_while_others_are_waited_for(
+    together: Together, names: list[str], backend: str, other: OtherThread, what: str
+) -> None:
+    """What a set has is renewed while it waits for the rest, whoever else enters it."""
+    first, second, last = sorted(names)
+    options = {"owner": "me", "lease": scaled(1.2)}
+    with hold_elsewhere(second, last, backend=backend) as others:
+        waiting = other.start(
+            lambda: together(first, second, timeout=DEADLINE, **options).acquire()
+        )
+        seen = together(first)
+        eventually(seen.locked, what="the first key")
+        if what == "another set":
+            assert together(first, last, timeout=0, **options).try_acquire() is None
+        else:
+            lease = together(first, timeout=0, **options).acquire()
+            assert lease.release() is True
+        always(seen.locked, during=scaled(1.8), what="the first key")
+        others[second].release()
+        leases = waiting.result(DEADLINE)
+    try:
+        always(lambda: leases.held, during=scaled(1.8), what="held")
+    finally:
+        assert leases.release() is True
 
 
 @pytest.mark.database_backend

@@ -63,6 +63,7 @@ class Request:
             another thread or process.
         forfeits: Says, once, how many holds of a grant of that owner were lost here
             and not released.
+        returns: Takes back such holds if they were not subtracted.
         gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
         identity: The identity of a new grant, where tokens don't tell one from another.
@@ -77,6 +78,7 @@ class Request:
     note: str = ""
     explicit: bool = False
     forfeits: Callable[[Grant], int] = lambda grant: 0
+    returns: Callable[[Grant, int], object] = lambda grant, holds: None
     gate: Gate | None = None
     queued: bool = False
     permits: int = 1

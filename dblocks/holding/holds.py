@@ -11,6 +11,7 @@ import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,9 @@ from ..backends.values import FOREVER, Granted, Renewal, Renewed
 from . import news
 from .owners import Owner
 from .registry import registry
+
+LONGEST_TURN = 0.25
+"""Seconds for which a re-entry waits while another thread writes the row."""
 
 PATIENCE = 1.0
 """Seconds for which passing faults are sat out if the caller's wait is shorter."""
@@ -59,10 +63,6 @@ terms = lru_cache(maxsize=256)(Terms)
 def margin(lease: float) -> float:
     """Return how long before the database's expiry a lease counts as over."""
     return min(max(0.1 * lease, 0.25), lease / 2)
-
-
-def nobody() -> None:
-    """Return ``None``: nobody is about to make a lease."""
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Hold:
         failing: The last renewal failed, or has not come back.
         counted: How many acquisitions are outstanding in this process.
         written: How many of them the engine has counted.
-        promised: A weak reference to the claim that is about to make a lease of it.
+        promised: Weak references to the claims that are about to make a lease of it.
         leases: Weak references to the open leases: a hold that nothing refers to any
             more is not renewed.
         gate: The gate through which it was acquired, kept until it is released.
@@ -130,17 +130,23 @@ class Hold:
         self.template = claim.template
         self.started = sent
         self.limit = sent + granted.limit
-        self.promised: Callable[[], Claim | None] = weakref.ref(claim)
+        self.promised: set[weakref.ref[Claim]] = set()
+        self.promise(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
         self.test_connection, self.renewal_bar = claim.backend.binding()
         self.loss_callbacks: Callbacks = deque()
         self.request_callbacks: Callbacks = deque()
         self._requests: dict[str, object] = {}
+        #: One verb at a time writes the row. It may wait there for a transaction of
+        #: another thread of the owner, so that one must not wait for this for long.
         self.mutex = threading.RLock()
+        #: Held for an instant by whoever counts.
+        self._counting = threading.RLock()
         #: Filled once, by the first to end it. No mutex: the timer must never wait.
         self._end: dict[str, list[str]] = {}
-        self.deadline = sent + min(terms.lease, granted.limit) - terms.margin
+        length = min(terms.lease, granted.limit)
+        self.deadline = sent + length - margin(length)
         self.renew_at = sent + terms.interval if terms.renew else float("inf")
 
     # Looking at it
@@ -178,9 +184,10 @@ class Hold:
 
     def is_referred_to(self) -> bool:
         """Tell whether one of its open leases is in use, or about to be made."""
-        claim = self.promised()
-        if claim is not None and not (claim.loop and claim.loop.is_closed()):
-            return True
+        for promise in list(self.promised):
+            claim = promise()
+            if claim is not None and not (claim.loop and claim.loop.is_closed()):
+                return True
         return any(ref() is not None for ref in list(self.leases))
 
     def facts(self, **more: object) -> dict[str, object]:
@@ -200,6 +207,14 @@ class Hold:
         return Renewal(self.grant, self.terms.lease if lease is None else lease)
 
     # What happens to it
+
+    def promise(self, claim: Claim) -> None:
+        """Note that a claim is about to make a lease of it."""
+        self.promised.add(weakref.ref(claim, self.promised.discard))
+
+    def keep_promise(self, claim: Claim) -> None:
+        """Note that a claim has made its lease."""
+        self.promised.discard(weakref.ref(claim))
 
     def _ends(self, state: str) -> bool:
         mine = [state]
@@ -248,8 +263,8 @@ class Hold:
         if not self.is_live():
             return False
         lease = self.terms.lease if lease is None else lease
-        end = min(sent + lease, self.limit)
-        self.deadline = max(self.deadline, end - margin(lease))
+        length = min(lease, self.limit - sent)
+        self.deadline = max(self.deadline, sent + length - margin(length))
         self.failing = False
         if self.terms.renew:
             self.renew_at = sent + self.terms.interval
@@ -259,34 +274,51 @@ class Hold:
         """Count one more acquisition by the owner; ``False`` if it isn't held.
 
         Only the process counts it if the row can't be written during the caller's
-        transaction, or if a guard of that transaction has the row pinned.
+        transaction, if a guard of that transaction has the row pinned, or if another
+        thread is writing the row and waits, perhaps for that transaction.
         """
-        with self.mutex:
+        can_write = self.backend.can_write()
+        if not self._count_one_more(claim):
+            return False
+        writes = False
+        try:
+            writes = can_write and self.mutex.acquire(timeout=LONGEST_TURN)
+            return self._write_entry(claim, patience) if writes else True
+        except BaseException:
+            self._count_one_less()
+            raise
+        finally:
+            if writes:
+                self.mutex.release()
+
+    def _count_one_more(self, claim: Claim) -> bool:
+        with self._counting:
             if not self.is_live():
                 return False
+            self.promise(claim)
             self.counted += 1
-            self.promised = weakref.ref(claim)
-            if not self.backend.can_write():
-                return True
-            try:
-                sent = clock.monotonic()
-                lease = claim.terms.lease
-                renewal = self.renewal(lease)
-                count = None if self.explicit else self.counted
-                outcome = self.backend.reenter(renewal, count, patience)
-            except BaseException:
-                self.counted -= 1
-                raise
-            if self.grant in outcome.lost:
-                self.counted -= 1
-                self.lose(outcome.lost[self.grant])
-                return False
-            if self.grant in outcome.extended:
-                self.written = self.written + 1 if self.explicit else self.counted
-                if not self.extend(sent, lease):
-                    self.counted -= 1
-                    return False
             return True
+
+    def _count_one_less(self) -> None:
+        with self._counting:
+            self.counted -= 1
+
+    def _write_entry(self, claim: Claim, patience: float) -> bool:
+        sent, lease = clock.monotonic(), claim.terms.lease
+        counted = self.counted
+        outcome = self.backend.reenter(
+            self.renewal(lease), None if self.explicit else counted, patience
+        )
+        if self.grant in outcome.lost:
+            self._count_one_less()
+            self.lose(outcome.lost[self.grant])
+            return False
+        if self.grant in outcome.extended:
+            self.written = self.written + 1 if self.explicit else counted
+            if not self.extend(sent, lease):
+                self._count_one_less()
+                return False
+        return True
 
     def release(self, committed: bool = False) -> bool:
         """Release one acquisition; tell whether it was held until now.
@@ -307,23 +339,34 @@ class Hold:
         final = committed and self._end.get("as") != ["forked"]
         if not final:
             self.note_overdue()
-        self.counted -= 1
+        self._count_one_less()
         if self.counted == 0:
             registry.discard(self)
         if self.lost_reason is not None and not final:
+            self._write_overdue()
             return False
         if self.written <= self.counted:
             return True
         self.written -= 1
         return None
 
-    def _write_release(self) -> bool:
-        if self.explicit and self._end:
-            # Overdue, but guarded. Another hold of the owner may have released it.
-            forfeited = registry.take_forfeited(self.backend, self.grant)
-            if not forfeited:
-                return True
+    def _write_overdue(self) -> None:
+        """Count down what was lost by time alone: a co-owner may have the grant."""
+        if self.explicit and self._end.get("as") == ["expired"] and self._redeem():
+            with suppress(*self.backend.errors):
+                self.backend.release(self.grant, count=None, deadline=self.deadline)
+
+    def _redeem(self) -> bool:
+        """Tell whether the engine still counts an acquisition that was lost."""
+        forfeited = registry.take_forfeited(self.backend, self.grant)
+        if forfeited:
             registry.note_forfeited(self, forfeited - 1)
+        return bool(forfeited)
+
+    def _write_release(self) -> bool:
+        if self.explicit and self._end and not self._redeem():
+            # Overdue, but guarded; another hold of the owner has released it.
+            return True
         try:
             held = self.backend.release(
                 self.grant,
@@ -342,7 +385,7 @@ class Hold:
             self._ends(RELEASED)
 
     def _asked(self) -> None:
-        """Let others take their turn, however the attempt to release ended."""
+        """Let others take their turn, however the release ended."""
         if self.counted == 0:
             self.leave_gate()
             registry.freed(self.backend, self.key)
@@ -356,15 +399,15 @@ class Hold:
 
     def forsake(self) -> None:
         """Give it up without telling the engine: it lapses."""
-        with self.mutex:
-            self.counted -= 1
-            if self.counted == 0:
-                registry.discard(self)
-                self._ends(RELEASED)
+        self._count_one_less()
+        if self.counted == 0:
+            registry.discard(self)
+            self._ends(RELEASED)
+        self._asked()
 
     def keep_gate(self, gate: Gate | None) -> bool:
         """Keep a gate until the release; ``False`` if it isn't needed."""
-        with self.mutex:
+        with self._counting:
             if gate is None or not gate.held or self.gate is not None:
                 return False
             if self.counted > 1 or not self.is_live():
@@ -381,5 +424,5 @@ class Hold:
 
     def forget_parent(self) -> None:
         """Lose it in a forked child: it is the parent's."""
-        self.mutex = threading.RLock()
+        self.mutex, self._counting = threading.RLock(), threading.RLock()
         self._ends("forked")

@@ -127,7 +127,7 @@ def _run(callbacks: Callbacks) -> None:
         while True:
             ref, callback = callbacks.popleft()
             lease = ref()
-            if lease is not None:
+            if lease is not None and not lease._is_released:
                 _guarded(callback, lease)
 
 

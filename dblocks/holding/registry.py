@@ -7,12 +7,16 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .. import forks
+from .. import clock, forks
 from ..backends.base import BaseBackend
 from ..backends.values import Grant
 
 if TYPE_CHECKING:
     from .holds import Hold
+
+
+RETURNED_FOR = 3600.0
+"""Seconds for which lost holds are remembered that could not be subtracted at once."""
 
 
 class Registry:
@@ -29,7 +33,9 @@ class Registry:
         self._mutex = threading.RLock()
         self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._all: set[weakref.ref[Hold]] = set()
-        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
+        #: How many holds of a grant were lost here, by what it is kept in, and until
+        #: when that matters.
+        self._forfeited: dict[tuple[object, Grant], tuple[int, float]] = {}
 
     def add(self, hold: Hold) -> None:
         """Remember a hold; an older one of another grant has been overtaken."""
@@ -57,13 +63,24 @@ class Registry:
 
         Its explicit owner may take the key again before the engine lets it lapse.
         """
-        lost = hold.backend, hold.grant
+        until = hold.deadline + hold.terms.lease
+        self._forfeit(hold.backend, hold.grant, holds, until)
+
+    def _forfeit(
+        self, backend: BaseBackend, grant: Grant, holds: int, until: float
+    ) -> None:
+        lost = backend.kept_in, grant
         others = self._forfeited.get(lost, (0, 0.0))[0]
-        self._forfeited[lost] = others + holds, hold.deadline + hold.terms.lease
+        self._forfeited[lost] = others + holds, until
 
     def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
         """Return how many holds of a grant were lost here, to subtract them once."""
-        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
+        return self._forfeited.pop((backend.kept_in, grant), (0, 0.0))[0]
+
+    def return_forfeited(self, backend: BaseBackend, grant: Grant, holds: int) -> None:
+        """Remember holds again that could not be subtracted."""
+        if holds:
+            self._forfeit(backend, grant, holds, clock.monotonic() + RETURNED_FOR)
 
     def forget(self, now: float) -> None:
         """Forget holds that nothing refers to any more, and what is long over."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from traceback import clear_frames
 
-from .holds import RELEASED, Hold, nobody
+from .holds import RELEASED, Hold
 
 
 def release_together(holds: list[Hold], committed: bool) -> list[bool]:
@@ -50,8 +50,9 @@ def undo_together(holds: list[Hold], owner: str | None = None) -> None:
     :meth:`Hold.release` raises.
     """
     for hold in holds:
-        # An interrupt below may keep the claims alive for a while.
-        hold.promised = nobody
+        if hold.counted == 1:
+            # An interrupt below may keep the claims alive for a while.
+            hold.promised.clear()
     with _without_frames(), ExitStack() as work:
         unused = []
         for hold in holds:

@@ -189,4 +189,5 @@ class Attempt(Claim):
             request.permit = self._first_permit()
         if self.owner is not None:
             request.forfeits = partial(registry.take_forfeited, self.backend)
+            request.returns = partial(registry.return_forfeited, self.backend)
         return request

@@ -78,9 +78,8 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
 def grant(connection: Connection, request: Request, key: str) -> Grant | None:
     """Grant a free row: that of the request's key, or of one of its permits."""
     sql, values = granting(connection, request, "grant")
-    values["key"] = key
     try:
-        version = new_version(connection, sql, values)
+        version = new_version(connection, sql, {**values, "key": key})
     except DatabaseError as error:
         if not dialects.of(connection).means_taken(error):
             raise
@@ -162,13 +161,14 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     if _reentered(connection, grant, values):
         return Granted(grant, seen.limit, again=True)
+    request.returns(grant, forfeited)
     return read(connection, request.key) or Reading()
 
 
 def reenter(connection: Connection, renewal: Renewal, count: int | None) -> Renewed:
     """Count one more hold of a grant, unless a transaction has its row locked."""
-    grant, lease = renewal
-    values = {"lease": lease, "count": count, "forfeited": 0}
+    grant = renewal.grant
+    values = {"lease": renewal.lease, "count": count, "forfeited": 0}
     if _reentered(connection, grant, values):
         return Renewed({grant})
     reason = (read(connection, grant.key) or Reading()).reason_for(grant)
@@ -290,7 +290,7 @@ def renew(
         for batch in _batches(grants):
             _renew_batch(connection, outcome, batch, lease, wait, overdue)
     rest = [g for each in alike.values() for g in each if g not in outcome.extended]
-    seen = read_all(connection, [grant.key for grant in rest])
+    seen = read_all(connection, [g.key for g in rest])
     for grant in rest:
         reason = seen.get(grant.key, Reading()).reason_for(grant)
         if reason is not None:
