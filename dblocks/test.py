@@ -59,7 +59,7 @@ class hold_elsewhere:
         backend: str = DEFAULT_ALIAS,
     ) -> None:
         self._lock: Lock[Any] = distributed_lock(
-            *map(validation.key, keys),
+            *map(validation.one_of, keys),
             permits=permits,
             timeout=0,
             lease=lease,

@@ -64,7 +64,16 @@ def keys(values: object) -> tuple[str, ...]:
 
 def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
     """Return the keys that name a lock; callables are called later."""
-    return _counted(tuple(v if callable(v) else key(v) for v in values))
+    return _counted(tuple(v if callable(v) else one_of(v) for v in values))
+
+
+def one_of(value: object) -> str:
+    """Return the name of a lock from arguments that may name several."""
+    if isinstance(value, list | tuple):
+        raise InvalidKey(
+            f"key must be a str, not {value!r}; write several keys as several arguments"
+        )
+    return key(value)
 
 
 def _counted(values: tuple[T, ...]) -> tuple[T, ...]:

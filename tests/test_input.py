@@ -11,8 +11,9 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import InvalidKey, Lease, Lock, distributed_lock
+from dblocks import InvalidKey, Lease, Lock, distributed_lock, transaction_lock
 from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
 from tests.support.processes import run_python
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -244,6 +245,18 @@ def test_options_are_named(committed: None) -> None:
     """Only keys may be given by position."""
     with refused(InvalidKey, "5"):
         distributed_lock("k", 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [["a", "b"], ("a", "b")], ids=["list", "tuple"])
+@pytest.mark.parametrize(
+    "name",
+    [distributed_lock, transaction_lock, hold_elsewhere],
+    ids=lambda f: f.__name__,
+)
+def test_keys_in_a_list(committed: None, name: Any, values: Any) -> None:
+    """Who passes several keys as one is told how to pass them."""
+    with refused(InvalidKey, "write several keys as several arguments"):
+        name(values)
 
 
 def test_decorator_without_parentheses(committed: None) -> None:
