@@ -536,6 +536,21 @@ def test_cells(text: str, width: int) -> None:
     assert cells_in(text) == width
 
 
+@pytest.mark.parametrize("note", ["", "shop.management.commands.nightly_report"])
+def test_process_is_never_cut(monkeypatch: pytest.MonkeyPatch, note: str) -> None:
+    """On 80 columns the name of a long host is cut, and its process can be read."""
+    host = "ip-172-31-45-120.eu-central-1.compute.internal"
+    for key, thread in [("nightly-report", " MainThread"), ("z" * 20, "")]:
+        holder = f"{host} pid 4194304{thread}"
+        LockFactory(held=True, key=key, holder=holder, note=note)
+    _head, row, other, _count = screen_of(monkeypatch, 80)
+    assert re.search(r" held +\S*… pid 4194304 … ", row)
+    assert re.search(r" held +\S*… pid 4194304  ", other)
+    assert len(row) <= 80
+    _head, row, *_ = screen_of(monkeypatch, 240)
+    assert f"{host} pid 4194304 MainThread" in row
+
+
 def test_room_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 80 columns the key gets what columns without a value don't need."""
     key = "tenant-12:order:2024-11-22:770"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -21,6 +22,8 @@ COLORS = {HELD: "SUCCESS", EXPIRED: "ERROR", COOLING: "WARNING"}
 _COLUMNS = ("KEY", "PERMIT", "STATE", "HOLDER", "AGE", "REMAINING", "WAITING", "NOTE")
 _CUT = ("HOLDER", "NOTE")
 """The columns whose text is cut; keys are there to be copied."""
+_PROCESS = re.compile(r"(?P<host>\S+)(?P<number> pid \d+(?: |$))")
+"""How dblocks describes a holder: host and process, then the thread or task."""
 _LEAST = 8
 """The narrowest that a shrinking column gets."""
 _EMPTY = "-"
@@ -125,7 +128,7 @@ def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | 
     Only where there are permits do they have a column. Where it is too wide, columns
     without a value are left out; then holder and note are cut, and the note goes. A key
     is never cut: one that takes more than half of the width pushes the rest of its line
-    aside.
+    aside. The number of a holder's process isn't cut either: the host's name is.
     """
     columns = {
         name: [name, *column]
@@ -140,8 +143,9 @@ def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | 
                 del widths[name]
         sizes = map(cells_in, columns["KEY"])
         widths["KEY"] = max(size for size in sizes if size <= max(_LEAST, width // 2))
+    least = {name: max(map(_least, columns[name])) for name in _CUT}
     while _total(widths) > width:
-        if wide := [name for name in _CUT if widths.get(name, 0) > _LEAST]:
+        if wide := [name for name in _CUT if widths.get(name, 0) > least[name]]:
             widths[max(wide, key=lambda name: widths[name])] -= 1
         elif "NOTE" in widths:
             del widths["NOTE"]
@@ -171,13 +175,30 @@ def _cells(lock: dict[str, Any]) -> list[str]:
     return [_text(shown[column.lower()]) for column in _COLUMNS]
 
 
+def _least(text: str) -> int:
+    """Return how narrow a column gets that has this text."""
+    process = _PROCESS.match(text)
+    return max(_LEAST, cells_in(f"…{process['number']}…") if process else 0)
+
+
 def _fit(text: str, size: int, *, cut: bool) -> str:
     if cut and cells_in(text) > size:
-        kept = len(text)
-        while cells_in(text[:kept]) >= size:
-            kept -= 1
-        text = text[:kept] + "…"
+        process = _PROCESS.match(text)
+        if process and cells_in(process[0]) >= size:
+            # The host is cut, and the number is not.
+            end = process["number"] + ("…" if process[0] != text else "")
+            text = _cut(process["host"], size - cells_in(end)) + end
+        else:
+            text = _cut(text, size)
     return text + " " * (size - cells_in(text))
+
+
+def _cut(text: str, size: int) -> str:
+    """Return the beginning of a text that is too long, in so many cells."""
+    kept = len(text)
+    while kept and cells_in(text[:kept]) >= size:
+        kept -= 1
+    return text[:kept] + "…"
 
 
 def cells_in(text: str) -> int:
