@@ -1382,6 +1382,19 @@ def test_engine_that_cannot_be_made(run: Run, settings: Any) -> None:
     assert "no.such.Backend" in err
 
 
+@pytest.mark.parametrize("setting", [{"LEASE": 30}, ["default"], {"default": 30}])
+def test_malformed_setting(run: Run, settings: Any, setting: Any) -> None:
+    """A setting that isn't made of dicts is status 78, and one line says so."""
+    settings.DBLOCKS = setting
+    status, out, err = run("list")
+    assert (status, out) == (78, "")
+    assert len(err.splitlines()) == 1
+    assert "DBLOCKS m" in err
+    with pytest.raises(CommandError, match="DBLOCKS m") as caught:
+        call_command("run_locked", "a", "--", "true")
+    assert caught.value.returncode == 78
+
+
 # What is said in unusual cases
 
 

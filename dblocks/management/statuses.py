@@ -44,9 +44,11 @@ def find_backend(alias: str) -> BaseBackend:
     try:
         return backends[alias]
     except ImproperlyConfigured as error:
-        if alias in backends.settings:
-            raise CommandError(str(error), returncode=CONFIG) from error
-        raise bad_usage(f"--backend {alias}: {error}") from error
+        # The setting itself may be malformed.
+        with suppress(ImproperlyConfigured):
+            if alias not in backends.settings:
+                raise bad_usage(f"--backend {alias}: {error}") from error
+        raise CommandError(str(error), returncode=CONFIG) from error
 
 
 def is_table_missing(using: str) -> bool:
