@@ -16,7 +16,7 @@ import pytest
 from django.contrib.admin.sites import site
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import OperationalError, connection, connections
+from django.db import OperationalError, connection, connections, transaction
 from django.test import RequestFactory
 
 from dblocks import distributed_lock
@@ -35,6 +35,7 @@ from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from tests.support.commands import Commands
 from tests.support.factories import LockFactory, now, stored
+from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, eventually
 
@@ -1465,3 +1466,25 @@ def test_busy_database() -> None:
     assert ("the database 'default' is busy" in str(error)) == is_sqlite
     assert ("the database 'default' is out of reach" in str(error)) != is_sqlite
     assert "OperationalError: database is locked" in str(error)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_row_locked_by_a_transaction(run: Run, other: OtherThread) -> None:
+    """A row that a transaction has pinned is not a database out of reach."""
+    lease = distributed_lock("k").acquire()
+
+    def release_impatiently() -> tuple[int, str, str]:
+        limit = "SET innodb_lock_wait_timeout = 1"
+        if connection.vendor == "postgresql":
+            limit = "SET lock_timeout = '1s'"
+        with connection.cursor() as cursor:
+            cursor.execute(limit)
+        return run("release", "k", "--yes")
+
+    with transaction.atomic():
+        lease.guard()
+        status, out, err = other.do(release_impatiently)
+    assert (status, out) == (69, "")
+    assert "has the lock's row, or the whole table, locked" in err
+    assert "out of reach" not in err
+    assert lease.release()

@@ -72,7 +72,15 @@ def database_failure(error: Exception, using: str) -> CommandError:
                 f"dblocks --database {using} first",
                 returncode=CONFIG,
             )
-    if dialects.known(connections[using]).is_busy(error):
+    dialect = dialects.known(connections[using])
+    if dialect.is_wait_over(error):
+        return CommandError(
+            f"an open transaction in the database {using!r} has the lock's row, or the "
+            f"whole table, locked, and the wait for it is over: end it, or try again "
+            f"({one_line(error)})",
+            returncode=UNAVAILABLE,
+        )
+    if dialect.is_busy(error):
         return CommandError(
             f"the database {using!r} is busy: another process is writing to it; try "
             f"again ({one_line(error)})",
