@@ -30,6 +30,7 @@ from dblocks.management import statuses
 from dblocks.management.commands import locks
 from dblocks.management.commands.locks import Command
 from dblocks.management.rendering import as_json, cells_in, holder_of, table
+from dblocks.management.sources import Table
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
@@ -692,11 +693,35 @@ def test_ask_nobody(run: Run) -> None:
     """Nobody holds what only cools, or is overdue; --older-than is for force."""
     LockFactory(cooling=True, key="k")
     LockFactory(expired=True, key="over")
-    for key in ("k", "over"):
+    for key, state in [("k", "cooling"), ("over", "expired")]:
         status, out, err = run("release", key, "--ask")
         assert (status, out) == (1, "")
+        assert f"the lock {key!r} is {state}: it has no holder who could" in err
         assert "nobody was asked" in err
+    status, out, err = run("release", "--key", "*", "--ask")
+    assert (status, out) == (1, "")
+    assert "no held lock matches: nobody was asked" in err
     assert run("release", "k", "--ask", "--older-than", "1")[0] == 64
+
+
+@pytest.mark.parametrize("which", [["k"], ["--key", "k*"]], ids=["key", "pattern"])
+def test_ask_who_has_changed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, which: list[str]
+) -> None:
+    """A later holder than the one that was found is not asked."""
+    LockFactory(held=True, key="k")
+    ask = Table.request_release
+
+    def ask_too_late(*arguments: Any, **how: Any) -> bool:
+        DistributedLock.objects.force_release("k")
+        DistributedLock.objects.acquire("k", owner="another", lease=60)
+        return ask(*arguments, **how)
+
+    monkeypatch.setattr(Table, "request_release", ask_too_late)
+    status, out, err = run("release", *which, "--ask")
+    assert (status, out) == (1, "")
+    assert "has changed hands: nobody was asked" in err
+    assert stored("k").release_requested_at is None
 
 
 def test_release_logs(run: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -755,7 +780,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "another grant": (["held", "--fencing-token", "99"], "99"),
     "too young": (["held", "--older-than", "2d"], "has not been held"),
     "free": (["free"], "is free"),
-    "unknown": (["nobody's"], "there is no lock"),
+    "unknown": (["nobody's"], 'there is no lock "nobody\'s"; manage.py locks list'),
+    "asterisk": (["he*"], "no lock 'he*'; for a pattern write --key 'he*'"),
+    "question mark": (["hel?"], "; for a pattern write --key 'hel?'"),
+    "bracket": (["hel[d]"], "; for a pattern write --key 'hel[d]'"),
 }
 
 
@@ -1028,11 +1056,29 @@ def test_bad_usage(run: Run, arguments: list[str], word: str) -> None:
     assert word in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["list", "--state", "hold"], "manage.py locks list"),
+        (["release", "k", "--yess"], "manage.py locks"),
+        (["prune"], "manage.py locks prune"),
+        (["free"], "manage.py locks"),
+        ([], "manage.py locks"),
+    ],
+)
+def test_bad_usage_leads_to_help(run: Run, arguments: list[str], command: str) -> None:
+    """Who wrote an option wrong is sent to the help that names it."""
+    status, _out, err = run(*arguments)
+    assert status == 64
+    assert err.endswith(f"; {command} --help shows what to write\n")
+
+
 def test_bad_usage_from_code() -> None:
     """Called from code, bad usage is an exception with the same status."""
     with pytest.raises(CommandError) as caught:
         call_command("locks", "prune")
     assert caught.value.returncode == 64
+    assert "; locks prune --help shows" in str(caught.value)
 
 
 def test_missing_table(run: Run) -> None:

@@ -26,11 +26,11 @@ class HelpFormatter(DjangoHelpFormatter, argparse.RawDescriptionHelpFormatter):
 class Parser(DjangoParser):
     """Reports bad usage in one line, with the exit status of sysexits.h for it."""
 
-    #: What follows the complaint.
+    #: What follows the complaint; ``%(prog)s`` is the command, with its verb.
     advice = ""
 
     def error(self, message: str) -> NoReturn:
-        text = message + self.advice
+        text = message + self.advice % {"prog": self.prog.strip()}
         if self.called_from_command_line:
             self.exit(statuses.USAGE, f"{self.prog}: {text}\n")
         raise statuses.bad_usage(text)

@@ -244,6 +244,14 @@ def named(key: str, permit: int | None) -> str:
     return lock if permit is None else f"permit {permit} of {lock}"
 
 
+def unheld(lock: AnyLock) -> str:
+    """Say why nobody was asked for a lock that isn't held."""
+    return (
+        f"{named(lock.lock_key, lock.permit)} is {lock.state}: it has no holder who "
+        f"could answer; nobody was asked"
+    )
+
+
 def holder_of(reading: Reading) -> str:
     """Say who has a lock, and when it can be free."""
     who = reading.holder or "somebody"

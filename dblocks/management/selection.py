@@ -13,6 +13,7 @@ from ..permits import in_order
 from .rendering import EXPIRED, FREE, HELD, AnyLock, held_for
 
 _WILDCARDS = {"*": ".*", "?": "."}
+_MAGIC = re.compile(r"[*?[]")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Selection:
     @property
     def prefix(self) -> str:
         """What the keys begin with, as far as the pattern tells."""
-        return re.split(r"[*?[]", self.pattern or "", maxsplit=1)[0]
+        return _MAGIC.split(self.pattern or "", maxsplit=1)[0]
 
     @cached_property
     def _words(self) -> re.Pattern[str]:
@@ -55,6 +56,13 @@ class Selection:
             return True
         is_held = lock.state in {HELD, EXPIRED}
         return is_held and self._words.search(lock.holder) is not None
+
+
+def advice_for(key: str) -> str:
+    """Say what to do about a key that no lock has."""
+    if _MAGIC.search(key):
+        return f"for a pattern write --key {key!r}, with list or release"
+    return "manage.py locks list shows all"
 
 
 def _by_age(lock: AnyLock) -> tuple[bool, float]:

@@ -38,13 +38,16 @@ from ..rendering import (
     tab_separated,
     table,
     taken_for,
+    unheld,
 )
-from ..selection import Selection, ordered
+from ..selection import Selection, advice_for, ordered
 from ..sources import source_of
 from ..statuses import BROKEN_PIPE, bad_usage, checked
 
 MAX_NAMED = 20
 """The most permits that an error names."""
+
+UNHELD = "no held lock matches: nobody was asked"
 
 WARNING = (
     "Until a holder finds out, at its next renewal or guard, two may be at work. Only "
@@ -53,7 +56,7 @@ WARNING = (
 
 
 class LocksParser(Parser):
-    advice = "; manage.py locks --help shows what to write"
+    advice = "; %(prog)s --help shows what to write"
 
 
 class Command(LockCommand):
@@ -178,7 +181,7 @@ exit status:
             locks = [lock for lock in locks if lock.permit == permit]
         if not locks:
             what = named(key, permit).removeprefix("the ")
-            self.fail(f"there is no {what}; manage.py locks list shows all")
+            self.fail(f"there is no {what}; {advice_for(key)}")
         return locks
 
     def _facts(self, locks: Sequence[AnyLock]) -> Sequence[dict[str, Any]]:
@@ -274,7 +277,8 @@ exit status:
                 raise bad_usage("--permit and --fencing-token need KEY")
             selection = Selection(pattern=pattern, holder=holder)
             if ask:
-                self._ask_holders(ordered(self.source.find(selection)), how)
+                found = ordered(self.source.find(selection))
+                self._ask_holders(found, how, UNHELD)
             else:
                 self._release_all(selection, yes, how)
         elif pattern is not None or holder is not None:
@@ -284,7 +288,7 @@ exit status:
             if fencing_token is not None:
                 self._compare(lock, fencing_token)
             if ask:
-                self._ask_holders([lock], how)
+                self._ask_holders([lock], how, unheld(lock))
             else:
                 self._release_one(lock, yes, how)
 
@@ -318,16 +322,20 @@ exit status:
             which = f"{len(left)} of {len(locks)}"
             self.fail(f"{which} changed hands and were left alone: {names}")
 
-    def _ask_holders(self, locks: Sequence[AnyLock], how: dict[str, Any]) -> None:
+    def _ask_holders(
+        self, locks: Sequence[AnyLock], how: dict[str, Any], unheld: str
+    ) -> None:
         """Ask those who hold some locks to finish; nothing is taken from them."""
+        held = [lock for lock in locks if lock.state == HELD]
         asked = 0
-        for lock in locks:
-            if lock.state == HELD and self.source.request_release(lock, **how):
+        for lock in held:
+            if self.source.request_release(lock, **how):
                 asked += 1
                 what = named(lock.lock_key, lock.permit)
                 self.out.write(f"Asked {lock.holder} to release {what}.")
         if not asked:
-            self.fail("nobody holds it, or it changed hands: nobody was asked")
+            why = "what was held has changed hands: nobody was asked"
+            self.fail(why if held else unheld)
 
     def _released(self, lock: AnyLock, how: dict[str, Any]) -> bool:
         if not self.source.force_release(lock, **how):
