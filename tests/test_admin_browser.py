@@ -314,6 +314,19 @@ def test_permits(desk: Desk) -> None:
     assert [lock.permit for lock in DistributedLock.objects.free()] == [2]
 
 
+def test_buttons_in_line(desk: Desk) -> None:
+    """The three ways off the confirmation page have one upper and one lower edge."""
+    LockFactory(key="k", held=True)
+    page = desk.sit_down(f"{RELEASE}?key=k")
+    edges = page.eval_on_selector_all(
+        ".dblocks-buttons > *",
+        "all => all.map(each => each.getBoundingClientRect())"
+        ".map(box => [box.top, box.bottom])",
+    )
+    assert len(edges) == 3
+    assert all(edge == edges[0] for edge in edges)
+
+
 def test_keyboard_alone(desk: Desk) -> None:
     """Without a pointer: from the list over the lock's page to the release."""
     LockFactory(key="k", held=True)
