@@ -561,6 +561,39 @@ def test_confirmation(operator: Client, door: str) -> None:
     assert page.count("<h1>") == 1
 
 
+STOPPED = "isn’t stopped: it loses its lock"
+ALL_STOPPED = "aren’t stopped: they lose their locks"
+UNHELD = "Nobody holds this lock any more"
+ALL_UNHELD = "Nobody holds these locks any more"
+OVERDUE = "If the expired lock’s holder is still at work"
+ALL_OVERDUE = "If the expired locks’ holders are still at work"
+
+
+CONSEQUENCES = {
+    "held": {STOPPED},
+    "held held cooling": {ALL_STOPPED},
+    "held cooling": {STOPPED},
+    "held expired": {STOPPED, OVERDUE},
+    "cooling": {UNHELD},
+    "cooling cooling": {ALL_UNHELD},
+    "expired": {UNHELD, OVERDUE},
+    "expired cooling": {ALL_UNHELD, OVERDUE},
+    "expired expired": {ALL_UNHELD, ALL_OVERDUE},
+}
+
+
+@pytest.mark.parametrize(("states", "said"), CONSEQUENCES.items(), ids=CONSEQUENCES)
+def test_consequences(operator: Client, states: str, said: set[str]) -> None:
+    """The page tells what a release does to locks as they are, and no more."""
+    for number, state in enumerate(states.split()):
+        LockFactory(key=f"k{number}", **{state: True})
+    page = act(operator, "x", select_across=1).rendered_content
+    all_said = {STOPPED, ALL_STOPPED, UNHELD, ALL_UNHELD, OVERDUE, ALL_OVERDUE}
+    assert {text for text in all_said if text in page} == said
+    assert ("By force:" in page) == ("held" in states)
+    assert ("two may be at work" in page) == ("held" in states)
+
+
 @pytest.mark.parametrize("data", [{}, {"key": "k"}, {"key": "gone"}, {"key": "a\0"}])
 def test_nothing_to_confirm(operator: Client, data: dict[str, str]) -> None:
     """Free, unknown and unnamed locks can't be released."""
@@ -647,8 +680,7 @@ def test_asking(operator: Client) -> None:
     response = operator.post(RELEASE, data, follow=True)
     assert told(response) == [
         "Asked for 1 lock: <bdi>k</bdi>.",
-        "Left 1 lock alone, which was released or changed hands since the page was "
-        "shown: <bdi>cold</bdi>.",
+        "Nobody holds 1 lock, so nobody was asked: <bdi>cold</bdi>.",
     ]
     row = DistributedLock.objects.held().get(pk="k")
     assert (row.version, row.release_requested_at is None) == (7, False)
@@ -657,6 +689,29 @@ def test_asking(operator: Client) -> None:
     assert what.startswith("Asked for (held by host:1:")
     lock_page = operator.get(page_of("k")).rendered_content
     assert "Release requested" in lock_page
+
+
+def test_asking_for_some_that_are_held(operator: Client) -> None:
+    """Of a mixed selection those that are held are counted and asked, and only they."""
+    for state in ("held", "held", "held", "held", "cooling", "expired"):
+        LockFactory(**{state: True})
+    elements = Elements(act(operator, "x", select_across=1))
+    assert elements.fields("ask") == ["Ask for 4 locks"]
+    assert elements.fields("force") == ["Force release 6 locks"]
+    data = {"lock": elements.fields("lock"), "ask": "x", "reason": "deploy"}
+    asked, unheld = told(operator.post(RELEASE, data, follow=True))
+    assert asked.startswith("Asked for 4 locks: ")
+    assert unheld.startswith("Nobody holds 2 locks, so nobody was asked: ")
+    assert DistributedLock.objects.filter(release_requested_at=None).count() == 2
+    assert LogEntry.objects.count() == 4
+
+
+def test_asking_for_what_changed_hands(operator: Client) -> None:
+    """A grant that is over is told apart from a lock that nobody holds."""
+    LockFactory(key="k", held=True, version=8)
+    data = {"lock": [field("k", 7)], "ask": "x", "reason": "deploy"}
+    [changed] = told(operator.post(RELEASE, data, follow=True))
+    assert changed.startswith("Left 1 lock alone, which was released or changed hands")
 
 
 def test_release_of_a_permit(operator: Client) -> None:
@@ -777,7 +832,7 @@ def test_log_entry(operator: Client) -> None:
     assert entry.user.username == "operator"
     assert (entry.object_id, entry.object_repr) == ("k", "k")
     assert entry.get_change_message() == (
-        "Force released (was held by web-1:7:t, fencing token 41). "
+        "Force released (last held by web-1:7:t, fencing token 41). "
         "Reason: [hung] <b>since noon</b>"
     )
     page = operator.get(page_of("k", "history")).rendered_content
@@ -804,7 +859,7 @@ def test_history_of_every_release(operator: Client) -> None:
     DistributedLock.objects.all()._raw_delete("default")
     LockFactory(key="k", held=True, version=6, holder="web-6")
     release(operator, field("k", 6), reason="stuck")
-    what = "Force released (was held by web-{0}, fencing token {0})."
+    what = "Force released (last held by web-{0}, fencing token {0})."
     found = told_by_history(operator, "k")
     assert found.pop(1) == (
         getpass.getuser(),

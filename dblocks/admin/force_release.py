@@ -76,6 +76,11 @@ _OUTCOMES = {
         "was shown: {keys}.",
         "count",
     ),
+    "unheld": ngettext_lazy(
+        "Nobody holds {count} lock, so nobody was asked: {keys}.",
+        "Nobody holds {count} locks, so nobody was asked: {keys}.",
+        "count",
+    ),
     "busy": ngettext_lazy(
         "Left {count} lock alone, whose row an open transaction has locked, perhaps to "
         "commit: {keys}. Try again.",
@@ -92,7 +97,7 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
     if kind == Intervention.Kind.REQUEST:
         text = _("Asked for (held by %(holder)s, fencing token %(token)s).")
     else:
-        text = _("Force released (was held by %(holder)s, fencing token %(token)s).")
+        text = _("Force released (last held by %(holder)s, fencing token %(token)s).")
     text %= {"holder": holder, "token": token}
     if not reason:
         return text
@@ -223,6 +228,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, locks: Sequence[DistributedLock], form: ReleaseForm
     ) -> HttpResponse:
         shown = locks[:MAX_AT_ONCE]
+        states = [State(lock.state) for lock in shown]
         list_name = capfirst(self.opts.verbose_name_plural)
         crumbs = [(self._url(request, "changelist"), list_name)]
         if len(shown) == 1:
@@ -237,7 +243,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "crumbs_are_list": django.VERSION >= (6, 1),
             "rows": self._rows(shown),
             "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
-            "can_ask": any(State(lock.state) is State.HELD for lock in shown),
+            "held": sum(state is State.HELD for state in states),
+            "expired": sum(state is State.EXPIRED for state in states),
             "form": form,
             "form_url": self._url(request, "force_release"),
             "back_url": crumbs[-1][0],
@@ -308,6 +315,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Release this grant or ask its holder to; record it, return the outcome."""
         is_request = kind == Intervention.Kind.REQUEST
         act = self.locks.request_release if is_request else self.locks.force_release
+        if is_request and State(lock.state) is not State.HELD:
+            return "unheld"
         if is_busy(self.locks, lock.key):
             return "busy"
         if not act(
