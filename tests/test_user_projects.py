@@ -35,7 +35,7 @@ import os
 
 SECRET_KEY = "for tests"
 INSTALLED_APPS = ["django.contrib.contenttypes", "dblocks", "shop"]
-MIDDLEWARE = []
+MIDDLEWARE = ["django.middleware.csrf.CsrfViewMiddleware"]
 ROOT_URLCONF = "urls"
 STATIC_URL = "static/"
 USE_TZ = True
