@@ -254,7 +254,9 @@ def test_stuck_lock(project: Project) -> None:
     with project.job() as first:
         listing, kill = commands("kill")
         _, *shown, _ = example("kill").splitlines()
-        assert table(project.on_terminal(*listing)) == table("\n".join(shown))
+        listed = project.on_terminal(*listing)
+        assert table(listed) == table("\n".join(shown))
+        assert f" pid {first.pid} " in listed
         assert f" pid {first.pid} " in project.run(*show)[1]
         assert kill[:2] == ["kill", "-9"]
         first.kill()
