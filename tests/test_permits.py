@@ -195,6 +195,55 @@ def test_other_numbers(export: Export) -> None:
         lease.release()
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_behind_waiters_of_another_number(
+    export: Export, other: OtherThread, number: int
+) -> None:
+    """A free permit is granted while others wait for permits below another number."""
+    both = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    waiting = other.start(export(2).acquire, timeout=DEADLINE)
+    time.sleep(0.3)
+    with takes(0, SLACK):
+        export(number, timeout=DEADLINE).acquire().release()
+
+    async def visit() -> None:
+        async with export(number, timeout=DEADLINE):
+            pass
+
+    with takes(0, SLACK):
+        run(visit())
+    assert not waiting.done()
+    for lease in both:
+        lease.release()
+    assert other.do(waiting.result(DEADLINE).release) is True
+
+
+def test_waiters_of_several_numbers(
+    export: Export, threads: Callable[[], OtherThread]
+) -> None:
+    """Each waiter gets a permit that comes free below its own number."""
+    leases = [export(owner=f"o{n}").acquire(timeout=0) for n in range(3)]
+    leases.sort(key=lambda lease: lease.permit)
+    with export(1).acquire(timeout=0) as plain:
+        waiting = {}
+        for number in (2, 3, 1):
+            thread = threads()
+            future = thread.start(export(number).acquire, timeout=DEADLINE)
+            waiting[number] = thread, future
+        time.sleep(0.3)
+        assert not any(future.done() for _, future in waiting.values())
+        leases[2].release()
+        assert waiting[3][1].result(DEADLINE).permit == 2
+        assert not waiting[2][1].done()
+        leases[1].release()
+        assert waiting[2][1].result(DEADLINE).permit == 1
+        assert not waiting[1][1].done()
+        assert plain.held
+    for thread, future in waiting.values():
+        assert thread.do(future.result(DEADLINE).release) is True
+    leases[0].release()
+
+
 def test_the_last_one_again(export: Export) -> None:
     """A process begins with the permit that it had last."""
     with export() as lease:

@@ -2,8 +2,9 @@
 
 Waiting has three layers, and correctness depends on none of them:
 
-* In one process, the waiters for a key stand in a wait queue (:mod:`.queue`). Only the
-  first asks the engine, and a release in the same process wakes it.
+* In one process, the waiters for a key that count the same permits stand in a wait
+  queue (:mod:`.queue`). Only the first asks the engine, and a release in the same
+  process wakes it.
 * Among processes, the first of each wait queue queues at a gate, if the engine has
   one: on servers a session lock, which the server hands on in order. The waiter that
   has the gate looks at the key every few milliseconds, and keeps the gate until it

@@ -1,4 +1,4 @@
-"""The waiters of this process, in order, with one queue for each key."""
+"""The waiters of this process, in order, with one queue for each key and number."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Waiter:
 
 
 class WaitQueue:
-    """The waiters of this process for one key, first come, first served."""
+    """The waiters of this process for the same rows, first come, first served."""
 
     def __init__(self) -> None:
         self.waiters: deque[Waiter] = deque()
@@ -156,42 +156,53 @@ class WaitQueue:
 
 
 class WaitQueues:
-    """The wait queues of the process, by backend and key; empty ones don't exist."""
+    """The wait queues of the process, by backend and key; empty ones don't exist.
+
+    A key has one for each number of permits: who counts other permits sees other rows.
+    """
 
     def __init__(self) -> None:
         # Taken only by joining and leaving, neither of which waits while it has it.
         self._mutex = threading.RLock()
-        self._queues: dict[tuple[BaseBackend, str], WaitQueue] = {}
+        self._queues: dict[tuple[BaseBackend, str], dict[int, WaitQueue]] = {}
         #: Until when the gates of keys count as abandoned: a stopped process has such a
         #: gate, or a session that outlived its process.
         self._abandoned: dict[tuple[BaseBackend, str], float] = {}
 
-    def find(self, backend: BaseBackend, key: str) -> WaitQueue | None:
+    def find(
+        self, backend: BaseBackend, key: str, permits: int = 1
+    ) -> WaitQueue | None:
         """Return the queue for a key, if somebody waits for it."""
-        return self._queues.get((backend, key))
+        return self._queues.get((backend, key), {}).get(permits)
 
-    def join(self, backend: BaseBackend, key: str, waiter: Waiter) -> WaitQueue:
+    def join(
+        self, backend: BaseBackend, key: str, permits: int, waiter: Waiter
+    ) -> WaitQueue:
         """Join the queue for a key."""
-        place = backend, key
         with self._mutex:
             while True:
-                queue = self._queues.setdefault(place, WaitQueue())
+                of_key = self._queues.setdefault((backend, key), {})
+                queue = of_key.setdefault(permits, WaitQueue())
                 queue.waiters.append(waiter)
                 # A signal handler may have joined and left in between.
-                if self._queues.get(place) is queue:
+                if self.find(backend, key, permits) is queue:
                     return queue
 
-    def leave(self, backend: BaseBackend, key: str, waiter: Waiter) -> None:
+    def leave(
+        self, backend: BaseBackend, key: str, permits: int, waiter: Waiter
+    ) -> None:
         """Leave the queue, if it is there, and wake the first of the others."""
-        place = backend, key
         with self._mutex:
-            queue = self._queues.get(place)
+            of_key = self._queues.get((backend, key), {})
+            queue = of_key.get(permits)
             if queue is None:
                 return
             with suppress(ValueError):
                 queue.waiters.remove(waiter)
             if not queue.waiters:
-                self._queues.pop(place, None)
+                of_key.pop(permits, None)
+            if not of_key:
+                self._queues.pop((backend, key), None)
         queue.wake_first()
 
     def is_abandoned(self, backend: BaseBackend, key: str) -> bool:
@@ -205,11 +216,13 @@ class WaitQueues:
         self._abandoned[backend, key] = clock.monotonic() + ABANDONED_FOR
 
     def freed(self, backend: BaseBackend, key: str) -> None:
-        """Tell the first in the queue that the key may be free now."""
-        queue = self._queues.get((backend, key))
-        if queue is not None:
-            queue.freed = True
-            queue.wake_first()
+        """Tell the first in each of its queues that the key may be free now."""
+        of_key = self._queues.get((backend, key), {})
+        for permits in list(of_key):
+            queue = of_key.get(permits)
+            if queue is not None:
+                queue.freed = True
+                queue.wake_first()
 
 
 queues = WaitQueues()

@@ -41,7 +41,8 @@ LONG_WAIT = 1.0
 def get(attempt: Attempt) -> Hold | Reading:
     """Get a key in this thread: the hold, or who has the key instead."""
     seen = None
-    if queues.find(attempt.backend, attempt.key) is None or _overtakes(attempt):
+    queue = queues.find(attempt.backend, attempt.key, attempt.permits)
+    if queue is None or _overtakes(attempt):
         found = attempt.make()
         if isinstance(found, Hold):
             return found
@@ -115,11 +116,12 @@ class _Wait:
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
             return self._timed_out(seen)
+        place = self.backend, self.key, attempt.permits
         try:
-            queue = queues.join(self.backend, self.key, self.waiter)
+            queue = queues.join(*place, self.waiter)
             return await self._stand(queue, seen)
         finally:
-            queues.leave(self.backend, self.key, self.waiter)
+            queues.leave(*place, self.waiter)
 
     async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
         """Wait to be first in this process, then for the key."""

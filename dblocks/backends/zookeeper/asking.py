@@ -207,9 +207,11 @@ class Asking:
             asked.append(session.folder(nodes.queue_key(request.key, request.permits)))
         found = session.children(asked, give_up)
         seen = found[: len(rows)]
-        free = [number for number, each in enumerate(seen) if not each]
-        is_behind = any(found[len(rows) :]) and self._place is None
-        if not free or is_behind:
+        queue = found[-1] if request.permits > 1 and self._place is None else None
+        # Those that queue for fewer permits leave the others alone.
+        wanted = max(map(nodes.permits_of, queue or ()), default=0)
+        free = [n for n, each in enumerate(seen) if not each and n >= wanted]
+        if not free:
             return self._reading(session, rows, seen, give_up)
         number = request.permit if request.permit in free else free[0]
         sent = clock.monotonic()

@@ -3,12 +3,14 @@
 A key has a folder for as long as somebody has the key or waits for it. Each of them has
 a *place* in it: an ephemeral sequential node. The lowest place holds the key, the
 others wait. A permit is a key with a folder of its own; whoever waits for any permit of
-a lock has a place in another folder, the lock's queue.
+a lock has a place in another folder, the lock's queue. The names of these places tell
+how many permits it counts.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from ...permits import SEPARATOR
 
-_PLACE = re.compile(r"([0-9a-f]{32})-(-?[0-9]{10,})")
+_PLACE = re.compile(r"[0-9a-f]{32}(?:-([0-9]+))?-(-?[0-9]{10,})")
 
 WRAP = 2**32
 """ZooKeeper counts the nodes of a folder with a signed number of 32 bits."""
@@ -46,9 +48,21 @@ def is_queue(key: str) -> bool:
     return key.endswith(SEPARATOR)
 
 
+def waiter_mark(permits: int) -> str:
+    """Return a new mark for the place of a waiter."""
+    mark = os.urandom(16).hex()
+    return mark if permits == 1 else f"{mark}-{permits}"
+
+
 def is_of(place: str, mark: str) -> bool:
     """Tell whether a place was made under this mark."""
     return place.startswith(f"{mark}-")
+
+
+def permits_of(place: str) -> int:
+    """Return below which number of permits a place in a queue wants one."""
+    match = _PLACE.fullmatch(place)
+    return int(match[1] or 1) if match else 1
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from ... import clock
@@ -79,7 +78,8 @@ class Place(Gate):
             if self._mark:
                 # That session may live on for a while, and its node with it.
                 session.doom(self.folder, self._mark)
-            self._mark, self._session_id = os.urandom(16).hex(), number
+            self._mark = nodes.waiter_mark(request.permits)
+            self._session_id = number
         return session
 
     def _told(
@@ -110,7 +110,10 @@ class Place(Gate):
             session.unwatch(paths, bell)
 
     def _places_before(self, session: Session, give_up: float) -> list[str]:
-        """Return the places before this one, which is taken first."""
+        """Return the places before this one, which is taken first.
+
+        Those that want other permits don't count.
+        """
         places = session.children([self.folder], give_up)[0]
         while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
             request = self.request
@@ -128,7 +131,9 @@ class Place(Gate):
         # A lost reply may have left another place, which nobody would delete.
         session.remove([f"{self.folder}/{x}" for x in mine[1:]], give_up)
         self.name = mine[0]
-        return places[: places.index(self.name)]
+        permits = self.request.permits
+        before = places[: places.index(self.name)]
+        return [each for each in before if nodes.permits_of(each) == permits]
 
     @property
     def path(self) -> str:
