@@ -26,6 +26,7 @@ from .backends.database import transactions
 from .exceptions import LeaseLost
 from .holding.holds import PATIENCE, RELEASED, Hold
 from .waiting.threads import call_in_thread
+from .waiting.together import give_back
 from .waiting.wait import log_lapse
 
 if TYPE_CHECKING:
@@ -272,6 +273,14 @@ class LeaseBlock(ABC):
     @abstractmethod
     def _release_now(self) -> bool:
         """Give it back without regard to the transactions of this thread."""
+
+    def _undo(self) -> None:
+        """Give it back before anybody has it."""
+        closed = [each for each in self._each() if each._close()]
+        give_back([each._hold for each in closed])
+        for each in closed:
+            if not each._hold.counted and each.lost_reason is None:
+                each._tell_released()
 
     def _forsake(self) -> None:
         """Give up what is still open without a word to the engine: it lapses."""

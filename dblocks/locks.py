@@ -28,7 +28,7 @@ from .permits import row_keys
 from .validation import UNSET, Key, OnLocked, Unset
 from .waiting.attempt import Attempt
 from .waiting.threads import call_in_thread
-from .waiting.together import Refused, aget_all, get_all, give_all_back
+from .waiting.together import Refused, aget_all, get_all, give_back
 
 logger = logging.getLogger("dblocks")
 
@@ -276,7 +276,7 @@ class Lock(Generic[L]):
             for attempt, lease in zip(attempts, leases, strict=True):
                 _tell_acquired(attempt, lease)
         except BaseException:
-            give_all_back([lease._hold for lease in leases if lease._close()])
+            give_back([lease._hold for lease in leases if lease._close()])
             raise
         done: L = found
         return done
@@ -305,7 +305,7 @@ class Lock(Generic[L]):
         return await call_in_thread(
             attempts[0].backend,
             partial(copy_context().run, self._leases, attempts, holds),
-            lambda found: found._release_now(),
+            LeaseBlock._undo,
         )
 
     # As a context manager

@@ -15,8 +15,9 @@ from asgiref.sync import sync_to_async
 from django.db import OperationalError
 from django.db.backends.utils import CursorWrapper
 
-from dblocks import Lease, Lock
+from dblocks import Lease, Lock, signals
 from dblocks.conf import backends
+from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
@@ -210,6 +211,7 @@ def test_keys_dont_wait_for_each_other(
     run(main())
 
 
+@pytest.mark.parametrize("permits", [1, 2])
 @pytest.mark.parametrize(
     "cancelled", ["before the grant", "after the grant", "never", "loop is closed"]
 )
@@ -218,9 +220,15 @@ def test_grant_that_nobody_receives_is_undone(
     obtainable: Obtainable,
     monkeypatch: pytest.MonkeyPatch,
     cancelled: str,
+    permits: int,
 ) -> None:
-    """A grant is given back although its event loop ends before it is passed on."""
+    """A grant is given back although its event loop ends before it is passed on.
+
+    It doesn't cool, because nobody has had it.
+    """
     backend = backends[lock().backend]
+    cools = 600 if backend.has_cooling else 0
+    wanted = lock(lease=30, hold_at_least=cools, permits=permits)
     asked, go_on, granted = (threading.Event() for _ in range(3))
     try_acquire = backend.try_acquire
 
@@ -234,7 +242,7 @@ def test_grant_that_nobody_receives_is_undone(
 
     monkeypatch.setattr(backend, "try_acquire", slow)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(lock(lease=30).aacquire(timeout=0))
+    task = loop.create_task(wanted.aacquire(timeout=0))
     loop.run_until_complete(reached(asked))
     monkeypatch.undo()
     if cancelled == "before the grant":
@@ -253,7 +261,55 @@ def test_grant_that_nobody_receives_is_undone(
     if cancelled == "never":
         del task
         gc.collect()
-    eventually(obtainable, within=2 * SLACK, what="the key")
+    rows = row_keys(lock().key, permits)
+
+    def are_free() -> bool:
+        return all(seen.remaining <= 0 for seen in backend.read_all(rows).values())
+
+    eventually(are_free, within=2 * SLACK, what="the key")
+    assert obtainable(permits=permits)
+
+
+@pytest.mark.needs("has_cooling")
+@pytest.mark.parametrize("had", [False, True], ids=["new", "had before"])
+def test_cancelled_while_receivers_hear_of_it(lock: Locks, had: bool) -> None:
+    """What a task is granted and never receives cools only if it had it before."""
+    heard, go_on = threading.Event(), threading.Event()
+    released: list[str] = []
+    before: list[Lease] = []
+    wanted = lock(hold_at_least=600)
+
+    def hear(**facts: Any) -> None:
+        if facts["reentered"] is had:
+            heard.set()
+            go_on.wait(DEADLINE)
+
+    def note(key: str, **facts: Any) -> None:
+        released.append(key)
+
+    async def enter() -> None:
+        if had:
+            before.append(await wanted.aacquire())
+        await wanted.aacquire()
+
+    async def main() -> None:
+        entering = asyncio.ensure_future(enter())
+        await reached(heard)
+        for lease in before:
+            assert await lease.arelease() is True
+        entering.cancel()
+        await asyncio.wait([entering])
+        go_on.set()
+
+    signals.lock_acquired.connect(hear)
+    signals.lock_released.connect(note)
+    try:
+        run(main())
+        eventually(lambda: released == [wanted.key], what="the release")
+    finally:
+        signals.lock_acquired.disconnect(hear)
+        signals.lock_released.disconnect(note)
+    assert wanted.locked() is had
 
 
 # What fails in the thread

@@ -26,7 +26,7 @@ from dblocks.backends.database import connections as lock_connections
 from dblocks.backends.database import dialects, execution, table
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from dblocks.waiting.wait import give_back
+from dblocks.waiting.together import give_back
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, always, takes
@@ -574,7 +574,7 @@ def test_grant_that_cant_be_given_back(
         raise OperationalError("out of reach")
 
     lease = acquire(lease=60)
-    monkeypatch.setattr(backends["default"], "release", fail)
-    give_back(lease._hold)
+    monkeypatch.setattr(backends["default"], "undo_all", fail)
+    give_back([lease._hold])
     monkeypatch.undo()
     assert any("left to lapse" in line for line in caplog.messages)

@@ -102,6 +102,7 @@ class Hold:
         renew_at: Local clock of its next renewal.
         failing: The last renewal failed, or has not come back.
         counted: How many acquisitions are outstanding in this process.
+        entered_again: There has been more than one.
         written: How many of them the engine has counted.
         promised: Weak references to the claims that are about to make a lease of it.
         leases: Weak references to the open leases: a hold that nothing refers to any
@@ -114,6 +115,7 @@ class Hold:
 
     failing = False
     counted = 1
+    entered_again = False
     written = 1
     ref: weakref.ref[Hold] | None = None
     _lost_at: float | None = None
@@ -296,6 +298,7 @@ class Hold:
             if not self.is_live():
                 return False
             self.promise(claim)
+            self.entered_again = True
             self.counted += 1
             return True
 

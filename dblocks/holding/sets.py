@@ -43,11 +43,11 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
     return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
 
 
-def undo_together(holds: list[Hold], owner: str | None = None) -> None:
-    """Release the holds of a set that could not be completed.
+def undo_together(holds: list[Hold]) -> None:
+    """Release acquisitions that nobody receives, such as part of a refused set.
 
-    Grants to ``owner``, an id that nobody else has, don't cool. Raises what
-    :meth:`Hold.release` raises.
+    A grant doesn't cool if nobody can have had it. Raises what :meth:`Hold.release`
+    raises.
     """
     for hold in holds:
         if hold.counted == 1:
@@ -57,7 +57,9 @@ def undo_together(holds: list[Hold], owner: str | None = None) -> None:
         unused = []
         for hold in holds:
             work.enter_context(hold.mutex)
-            if hold.grant.owner == owner and hold.counted == 1 and hold.is_live():
+            # Other processes may have what an explicit owner has.
+            had = hold.entered_again or hold.explicit
+            if not had and hold.is_live():
                 hold._give_back(committed=False)
                 unused.append(hold)
             else:

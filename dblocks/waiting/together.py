@@ -23,7 +23,7 @@ from ..holding.sets import undo_together
 from .attempt import Attempt
 from .queue import queues
 from .steps import InEventLoop, InThread, run
-from .wait import get, get_in, give_back, log_lapse
+from .wait import get, get_in, log_lapse
 
 
 class Refused(NamedTuple):
@@ -64,19 +64,15 @@ def _undo(found: Any) -> None:
     if isinstance(found, Gate):
         found.leave()
     elif isinstance(found, Hold):
-        give_back(found)
+        give_back([found])
     elif isinstance(found, list):
-        give_all_back(found, found[0].grant.owner)
+        give_back(found)
 
 
-def give_all_back(holds: list[Hold], owner: str | None = None) -> None:
-    """Undo the part of a set that was taken; what fails is left to lapse.
-
-    Args:
-        owner: The id that was made for this set only.
-    """
+def give_back(holds: list[Hold]) -> None:
+    """Undo acquisitions that nobody receives; what fails is left to lapse."""
     try:
-        undo_together(holds, owner)
+        undo_together(holds)
     except Exception as error:
         for hold in holds:
             log_lapse(hold, error)
@@ -88,9 +84,9 @@ class _Together:
     def __init__(self, attempts: Sequence[Attempt], place: InThread) -> None:
         self.attempts = attempts
         self.place = place
-        self.owner = os.urandom(16).hex()
+        new_owner = os.urandom(16).hex()
         for attempt in attempts:
-            attempt.new_owner = self.owner
+            attempt.new_owner = new_owner
             attempt.loop = asyncio._get_running_loop()
 
     async def get(self) -> list[Hold] | Refused:
@@ -161,4 +157,4 @@ class _Together:
         due = holds.copy()
         holds.clear()
         if due:
-            await self.place.call(partial(give_all_back, due, self.owner))
+            await self.place.call(partial(give_back, due))

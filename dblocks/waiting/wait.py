@@ -61,14 +61,6 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
     return await _Wait(attempt, place).get(seen)
 
 
-def give_back(hold: Hold) -> None:
-    """Release a hold that nobody waits for any more; if that fails, let it lapse."""
-    try:
-        hold.release()
-    except Exception as error:
-        log_lapse(hold, error)
-
-
 def log_lapse(hold: Hold, error: BaseException) -> None:
     """Say that a grant could not be released."""
     logger.warning(

@@ -22,7 +22,7 @@ from ...leases import Lease, Leases
 from ...waiting import queue
 from ...waiting.attempt import Attempt
 from ...waiting.steps import InThread, run
-from ...waiting.together import Refused, get_all_in, give_all_back
+from ...waiting.together import Refused, get_all_in, give_back
 from .. import run_plan, statuses
 from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
@@ -277,7 +277,7 @@ class Waiter(InThread):
             lock._timed_out(found)
             return None
         if self.called_off.is_set():
-            give_all_back(found)
+            give_back(found)
             return None
         lease: Lease | Leases = lock._leases(attempts, found)
         return lease
@@ -285,7 +285,7 @@ class Waiter(InThread):
     def give_back(self) -> None:
         """Release those of several keys that were taken, for a process that ends."""
         holds = [each.own_hold() for each in self._attempts]
-        give_all_back([hold for hold in holds if hold is not None])
+        give_back([hold for hold in holds if hold is not None])
 
     async def call(self, function: Callable[[], T]) -> T:
         self._go_on()
