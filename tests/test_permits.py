@@ -179,6 +179,45 @@ def test_owner_meets_itself(
         assert mine.held
 
 
+@pytest.mark.database_backend
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "entered again"])
+def test_surplus_permit_does_not_cool(
+    export: Export,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    """An owner that gets two permits at once gives one back as if it never had it."""
+    from dblocks.backends.database import permit_rows
+
+    for name in ("a", "b"):
+        export(2, owner=name).acquire().release()
+    is_only, surplus = permit_rows.is_only, list[int]()
+
+    def race(connection: Any, request: Any, granted: Any) -> bool:
+        if surplus:
+            return is_only(connection, request, granted)
+        mine = permits.apart(granted.grant.key)[1] or 0
+        surplus.append(mine)
+        acquire = DistributedLock.objects.acquire
+        for permit in (1 - mine, mine) if shared else (1 - mine,):
+            assert other.do(acquire, key, owner="me", lease=60, permit=permit)
+        return is_only(connection, request, granted)
+
+    monkeypatch.setattr(permit_rows, "is_only", race)
+    lease = export(2, owner="me", hold_at_least=600).acquire(timeout=0)
+    rows = DistributedLock.objects.held().filter(key__startswith=key)
+    counts = dict(rows.values_list("key", "hold_count"))
+    if shared:
+        assert sum(counts.values()) == 3
+    else:
+        assert counts == {f"{key}\x1f{1 - surplus[0]}": 2}
+        assert lease.permit == 1 - surplus[0]
+        assert not export(2).locked()
+    lease.release()
+
+
 def test_other_numbers(export: Export) -> None:
     """Callers that disagree see the permits below their own number."""
     leases = [export(4, owner=f"o{n}").acquire(timeout=0) for n in range(4)]

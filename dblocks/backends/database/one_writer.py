@@ -69,10 +69,12 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
         first = request.permit
         for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
             answer = permit_rows.take_one(connection, request, key)
-            if isinstance(answer, Granted) and (
-                permit_rows.is_only(connection, request, answer)
-            ):
-                return answer._replace(gate=gate)
+            if isinstance(answer, Granted):
+                if permit_rows.is_only(connection, request, answer):
+                    return answer._replace(gate=gate)
+                gate.leave()
+                # The owner has another one.
+                return permit_rows.take(connection, request)
             gate.leave()
     seen = first_free(table.read_all(connection, keys), keys)
     return permit_rows.take(connection, request) if _is_free(seen, queue) else seen

@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ...permits import MAX_PERMITS, row_key, row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
 from . import dialects, table
-from .execution import execute, new_versions
+from .execution import execute, new_versions, write
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
@@ -58,7 +58,7 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
     keys.remove(granted.grant.key)
     if owned(table.read_all(connection, keys), request.owner) is None:
         return True
-    table.release(connection, granted.grant)
+    write(connection, "undo_one", granted.grant, count=None)
     return False
 
 

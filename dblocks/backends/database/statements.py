@@ -203,11 +203,20 @@ class Statements:
         return f"UPDATE {self.dialect.table} SET {self._counted} WHERE {self.current}"
 
     @cached_property
+    def undo_one(self) -> str:
+        """Release one hold that nobody has used; if it is the last, nothing cools."""
+        table, change = self.dialect.table, self._counted_to(f"ELSE {self.dialect.now}")
+        return f"UPDATE {table} SET {change} WHERE {self.current}"
+
+    @cached_property
     def _counted(self) -> str:
+        return self._counted_to(self.cooled)
+
+    def _counted_to(self, end: str) -> str:
         left = f"COALESCE({self.dialect.integer('count')}, hold_count - 1)"
         return (
             f"expires_at = CASE WHEN {left} > 0 THEN expires_at "
-            f"{self.cooled} END, owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
+            f"{end} END, owner = CASE WHEN {left} > 0 THEN owner ELSE '' END, "
             f"release_requested_at = CASE WHEN {left} > 0 THEN release_requested_at "
             f"END, hold_count = {left}"
         )
