@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -25,11 +26,13 @@ from dblocks import (
     permits,
     signals,
 )
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
 from dblocks.waiting import attempt
+from dblocks.waiting.queue import queues
 from tests.support.fixtures import OtherThread, outranks
-from tests.support.timing import DEADLINE, SLACK, takes
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.test_ownership import run
 
 Export = Callable[..., Lock[Lease]]
@@ -216,6 +219,59 @@ def test_surplus_permit_does_not_cool(
         assert lease.permit == 1 - surplus[0]
         assert not export(2).locked()
     lease.release()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["first", "second"])
+def test_owner_that_waits_gets_its_own(
+    export: Export,
+    backend: str,
+    key: str,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+    behind: bool,
+) -> None:
+    """A waiter enters the permit that another thread or process of its owner gets."""
+    if behind and backend == "redis":
+        pytest.skip("the first waiter looks when a release tells it to")
+    engine = backends[backend]
+    both = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    # Permit 0 seems to be free first.
+    both.sort(key=lambda lease: lease.permit)
+    if engine.has_own_leases:
+        both[1].renew(600)
+    refused = {name: threading.Event() for name in ("stranger", "me")}
+    go_on = {name: threading.Event() for name in refused}
+    try_acquire = engine.try_acquire
+
+    def slow(request: Any, patience: float) -> Any:
+        answer = try_acquire(request, patience)
+        event = refused.get(request.note)
+        if event is not None and not event.is_set():
+            event.set()
+            go_on[request.note].wait(DEADLINE)
+        return answer
+
+    monkeypatch.setattr(engine, "try_acquire", slow)
+    stranger, me, again = threads(), threads(), threads()
+    first = stranger.start(export(2, note="stranger").acquire, timeout=DEADLINE)
+    assert refused["stranger"].wait(DEADLINE)
+    mine = export(2, owner="me", note="me")
+    second = me.start(mine.acquire, timeout=DEADLINE)
+    assert refused["me"].wait(DEADLINE)
+    both[1].release()
+    elsewhere = again.do(export(2, owner="me").acquire, timeout=0)
+    if behind:
+        go_on["stranger"].set()
+        waits = partial(queues.find, engine, key, 2)
+        eventually(lambda: waits() is not None, what="the wait")
+    go_on["me"].set()
+    assert second.result(2 * SLACK + 2).permit == elsewhere.permit == 1
+    go_on["stranger"].set()
+    assert me.do(second.result().release) is True
+    assert elsewhere.held
+    assert again.do(elsewhere.release) is True
+    both[0].release()
+    assert stranger.do(first.result(DEADLINE).release) is True
 
 
 def test_other_numbers(export: Export) -> None:

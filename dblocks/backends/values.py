@@ -95,6 +95,7 @@ class Reading:
             if an attempt has failed all the same, a transaction pins it.
         limit: Seconds beyond which no renewal moves the expiry.
         permit: Which permit of the lock was seen: the one that will be free first.
+        owners: Who has one of the lock's permits, as far as that was seen too.
     """
 
     owner: str = ""
@@ -105,6 +106,11 @@ class Reading:
     remaining: float = 0.0
     limit: float = FOREVER
     permit: int | None = None
+    owners: frozenset[str] = frozenset()
+
+    def is_had_by(self, owner: str | None) -> bool:
+        """Tell whether an owner has the key, or one of its permits."""
+        return owner == self.owner or owner in self.owners
 
     @property
     def is_cooling(self) -> bool:
@@ -135,7 +141,8 @@ def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
     """Return the reading of the row that is free first; a missing row is free."""
     free = Reading()
     key = min(keys, key=lambda key: seen.get(key, free).remaining)
-    return replace(seen.get(key, free), permit=apart(key)[1])
+    owners = frozenset(each.owner for each in seen.values() if each.remaining > 0)
+    return replace(seen.get(key, free), permit=apart(key)[1], owners=owners)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class _Wait:
                 pauses -= 1
                 woken = await self.place.pause(self.waiter, LONGEST_PAUSE)
             news = queue.last_seen(give_up)
-            if news is not None and explicit is not None and news.owner == explicit:
+            if explicit is not None and news is not None and news.is_had_by(explicit):
                 # Its owner has got the key meanwhile.
                 return
             if news is None and not woken and left > MAX_PAUSE:
@@ -209,7 +209,7 @@ class _Wait:
             if not let_in:
                 seen = await self.place.call(self._read)
                 queue.saw(seen)
-            if let_in or seen.remaining <= 0 or seen.owner == attempt.owner:
+            if let_in or seen.remaining <= 0 or seen.is_had_by(attempt.owner):
                 found = await self.place.call(partial(attempt.make, gate))
                 if isinstance(found, Hold):
                     overdue = seen.remaining <= -PINNED_GRACE
