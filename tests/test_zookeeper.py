@@ -26,6 +26,7 @@ from dblocks.backends.zookeeper import nodes, sessions
 from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_keys
+from dblocks.signals import lock_force_released
 from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, Workers, run_python
 from tests.support.services import HOST, Server, ZooKeeper, free_port
@@ -870,6 +871,46 @@ def test_lost_reply_to_a_waiter(
     lease.release()
     other.do(waiting.result(DEADLINE).release)
     assert not places(key)
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["any", "version"])
+def test_lost_reply_to_a_force_release(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+    is_named: bool,
+) -> None:
+    """It ends one grant, and reports that one, although the next one has the key."""
+    lease = acquire(renew=False)
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    mine, reported = session(), []
+    remove = mine.remove
+
+    def unanswered(paths: Any, give_up: float) -> Any:
+        removed = remove(paths, give_up)
+        if any(removed):
+            monkeypatch.undo()
+            waiting.result(DEADLINE)
+            raise ConnectionLoss
+        return removed
+
+    def report(**values: Any) -> None:
+        reported.append(values["fencing_token"])
+
+    monkeypatch.setattr(mine, "remove", unanswered)
+    lock_force_released.connect(report)
+    try:
+        version = lease.fencing_token if is_named else None
+        assert engine().force_release(key, version=version)
+    finally:
+        lock_force_released.disconnect(report)
+    assert reported == [lease.fencing_token]
+    theirs = waiting.result(DEADLINE)
+    assert engine().read(key).version == theirs.fencing_token
+    assert other.do(theirs.release)
 
 
 def test_look_that_is_out_of_date(

@@ -339,15 +339,18 @@ class ZooKeeperBackend(BaseBackend):
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         # The holder finds out with its next renewal.
+        aim: list[tuple[str, tuple[str, str, int]]] = []
+        unanswered = False
+
         def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
-            for _, path, content, stat in _holders(session, [row_key], give_up):
-                if version not in (None, stat.czxid):
-                    return None
-                since = granted_at(content, stat)
-                if age and (session.now(path, give_up) or 0) - since < age * 1000:
-                    return None
-                if session.remove([path], give_up)[0]:
-                    return content.owner, content.holder, stat.czxid
+            nonlocal unanswered
+            if not aim:
+                aim.extend(_overdue(session, row_key, version, age, give_up))
+            # After a lost reply the next one may have the key; that grant is another.
+            for path, grant in aim:
+                may_be_done, unanswered = unanswered, True
+                if session.remove([path], give_up)[0] or may_be_done:
+                    return grant
             return None
 
         return patiently(self._address, FOR_OPERATORS, ask)
@@ -377,3 +380,19 @@ def _holders(
         for (row, path), node in zip(paths.items(), found, strict=True)
         if node is not None
     ]
+
+
+def _overdue(
+    session: Session, row: str, version: int | None, age: float, give_up: float
+) -> Iterator[tuple[str, tuple[str, str, int]]]:
+    """Yield the node, and owner, holder and token, of a grant of this version and age.
+
+    Args:
+        version: ``None`` stands for any.
+    """
+    for _, path, content, stat in _holders(session, [row], give_up):
+        if version not in (None, stat.czxid):
+            continue
+        since = granted_at(content, stat)
+        if not age or (session.now(path, give_up) or 0) - since >= age * 1000:
+            yield path, (content.owner, content.holder, stat.czxid)
