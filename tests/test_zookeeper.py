@@ -913,6 +913,35 @@ def test_lost_reply_to_a_force_release(
     assert other.do(theirs.release)
 
 
+def test_lost_reply_to_a_request(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks the holder to finish, and not the next one."""
+    lease = acquire()
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    mine = session()
+    rewrite = mine.rewrite
+
+    def unanswered(*args: Any) -> Any:
+        monkeypatch.undo()
+        assert rewrite(*args)
+        assert lease.release()
+        waiting.result(DEADLINE)
+        raise ConnectionLoss
+
+    monkeypatch.setattr(mine, "rewrite", unanswered)
+    engine().request_release(key)
+    theirs = waiting.result(DEADLINE)
+    theirs.renew()
+    assert not theirs.release_requested
+    other.do(theirs.release)
+
+
 def test_look_that_is_out_of_date(
     acquire: Leases, lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

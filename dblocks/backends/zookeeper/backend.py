@@ -322,6 +322,7 @@ class ZooKeeperBackend(BaseBackend):
         self, row_key: str, version: int | None
     ) -> tuple[str, str, int | None] | None:
         def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
+            nonlocal version
             while True:
                 found = _holders(session, [row_key], give_up)
                 if not found or version not in (None, found[0][3].czxid):
@@ -329,6 +330,8 @@ class ZooKeeperBackend(BaseBackend):
                 _, path, content, stat = found[0]
                 if content.waits:
                     return None
+                # After a lost reply the next one may have the key, whom nobody asks.
+                version = stat.czxid
                 asked = content._replace(since=granted_at(content, stat)).written()
                 if content.since or session.rewrite(path, asked, stat.version, give_up):
                     return content.owner, content.holder, stat.czxid
