@@ -985,6 +985,23 @@ def test_set_that_comes_second(
         assert not places(key)
 
 
+def test_set_too_long_for_a_transaction(backend: str, key: str, lock: Locks) -> None:
+    """What a server would not read as one request is taken key by key."""
+    number = 200
+    letters = "\U0001f512" * (250 - len(key))
+    keys = [f"{key}{n:04d}{letters}" for n in range(number)]
+    with lock() as other:
+        before = session().client._connection._socket
+        with distributed_lock(*keys, backend=backend, timeout=DEADLINE) as leases:
+            assert len(leases) == number
+            assert leases.held
+            leases.renew()
+            assert all(places(each) for each in keys[:: number // 10])
+        assert not any(places(each) for each in keys)
+        assert session().client._connection._socket is before
+        assert other.held
+
+
 def test_place_that_was_freed_meanwhile(
     lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,11 @@ class Asking:
         missing = {f: each is None for f, each in zip(folders, seen, strict=True)}
         self._touched += folders
         self._session_id = session.id
-        return session.take(missing, self._mark, written(request), give_up)
+        taken = session.take(missing, self._mark, written(request), give_up)
+        if taken is None:
+            # Nothing was made.
+            self._touched.clear()
+        return taken
 
     def _granted(
         self,

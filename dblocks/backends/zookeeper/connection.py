@@ -22,6 +22,7 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.protocol.serialization import Transaction
 from kazoo.protocol.states import KeeperState
 
 from ... import clock
@@ -42,6 +43,13 @@ PASSING = (
 
 WAKE_AFTER = 0.05
 """Seconds without an answer after which kazoo's thread is woken to look again."""
+
+MOST = 900_000
+"""Bytes of a transaction for several keys.
+
+A server breaks the connection of whoever sends more than its ``jute.maxbuffer``, one
+byte less than a megabyte by default.
+"""
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,8 @@ class Connection:
             mark: By which the places can be found.
 
         Returns:
-            ``None`` if a folder has come or gone: look again.
+            ``None`` if a folder has come or gone: look again. Or the request is too
+            long: ask for fewer.
         """
         transaction = self.client.transaction()
         for folder, is_missing in folders.items():
@@ -275,6 +284,8 @@ class Connection:
             transaction.create(path, content, ephemeral=True, sequence=True)
         # Only this result has the transaction's id.
         transaction.set_data(next(iter(folders)), b"")
+        if len(folders) > 1 and _size(transaction) > MOST:
+            return None
         sent = transaction.commit_async()
         listed = [self.client.get_children_async(folder) for folder in folders]
         results = self.wait(sent, give_up - clock.monotonic())
@@ -332,3 +343,8 @@ class Connection:
         """
         stat = self.write(path.rpartition("/")[0], b"", give_up)
         return None if stat is None else int(stat.mtime)
+
+
+def _size(transaction: Any) -> int:
+    """Return the bytes that a transaction has as a request."""
+    return len(Transaction(transaction.operations).serialize())
