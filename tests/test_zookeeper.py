@@ -447,6 +447,57 @@ def test_no_herd(
         assert future.result(DEADLINE).release()
 
 
+def test_waiter_for_fewer_permits(
+    configure: Configure,
+    acquire: Leases,
+    key: str,
+    threads: Callable[[], OtherThread],
+) -> None:
+    """It queues for those; the others are for callers that know of them, in order."""
+    held = [acquire(permits=2, owner=f"o{n}") for n in range(2)]
+    few = distributed_lock(key, backend=configure("few"), permits=2)
+    many = distributed_lock(key, backend=configure("many"), permits=3)
+    first = threads().start(few.acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    third = many.acquire(timeout=0)
+    assert third.permit == 2
+    second = threads().start(many.acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 2)
+    with takes(at_most=scaled(0.5)):
+        assert third.release()
+        assert second.result(DEADLINE).permit == 2
+    assert not first.done()
+    assert held[1].release()
+    assert first.result(DEADLINE).permit == held[1].permit
+    for each in (first, second):
+        assert each.result().release()
+
+
+def test_waiter_for_more_permits(
+    configure: Configure,
+    acquire: Leases,
+    key: str,
+    threads: Callable[[], OtherThread],
+) -> None:
+    """Who asks for fewer permits later is served later."""
+    three = [acquire(permits=3, owner=f"o{n}") for n in range(3)]
+    held = sorted(three, key=lambda lease: lease.permit or 0)
+    few = distributed_lock(key, backend=configure("few"), permits=2)
+    many = distributed_lock(key, backend=configure("many"), permits=3)
+    first = threads().start(many.acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    second = threads().start(few.acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 2)
+    assert held[0].release()
+    assert first.result(DEADLINE).permit == 0
+    assert few.try_acquire() is None
+    assert not second.done()
+    assert held[1].release()
+    assert second.result(DEADLINE).permit == 1
+    for each in (first, second):
+        assert each.result().release()
+
+
 def test_dead_waiter(backend: str, workers: Workers, key: str, acquire: Leases) -> None:
     """A waiter that is killed holds up nobody for longer than a lease."""
     lease = acquire()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -51,7 +50,7 @@ class Asking:
     def __init__(self, request: Request, lease: float) -> None:
         self._request = request
         self._lease = lease
-        self._mark = os.urandom(16).hex()
+        self._mark = nodes.new_mark(request.permits)
         self._touched: list[str] = []
         #: The session at the latest request. Afterwards there may be another.
         self._session_id = 0
@@ -210,11 +209,10 @@ class Asking:
         if request.permits > 1:
             asked.append(session.folder(nodes.queue_key(request.key, request.permits)))
         found = session.children(asked, give_up)
-        seen = found[: len(rows)]
-        queue = found[-1] if request.permits > 1 and self._place is None else None
-        # Those that queue for fewer permits leave the others alone.
-        wanted = max(map(nodes.permits_of, queue or ()), default=0)
-        free = [n for n, each in enumerate(seen) if not each and n >= wanted]
+        seen, queue = found[: len(rows)], found[len(rows) :]
+        place = self._place.name if self._place else ""
+        claimed = nodes.claimed(nodes.before(place, (queue and queue[0]) or ()))
+        free = [n for n, each in enumerate(seen) if not each and n >= claimed]
         if not free:
             return self._reading(session, rows, seen, give_up)
         number = request.permit if request.permit in free else free[0]

@@ -3,8 +3,7 @@
 A key has a folder for as long as somebody has the key or waits for it. Each of them has
 a *place* in it: an ephemeral sequential node. The lowest place holds the key, the
 others wait. A permit is a key with a folder of its own; whoever waits for any permit of
-a lock has a place in another folder, the lock's queue. The names of these places tell
-how many permits it counts.
+a lock has a place in another folder, the lock's queue. Its name tells for how many.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from ...permits import SEPARATOR
 
-_PLACE = re.compile(r"[0-9a-f]{32}(?:-([0-9]+))?-(-?[0-9]{10,})")
+_PLACE = re.compile(r"[0-9a-f]{28}([0-9a-f]{4})-(-?[0-9]{10,})")
 
 WRAP = 2**32
 """ZooKeeper counts the nodes of a folder with a signed number of 32 bits."""
@@ -48,21 +47,33 @@ def is_queue(key: str) -> bool:
     return key.endswith(SEPARATOR)
 
 
-def waiter_mark(permits: int) -> str:
-    """Return a new mark for the place of a waiter."""
-    mark = os.urandom(16).hex()
-    return mark if permits == 1 else f"{mark}-{permits}"
+def new_mark(permits: int) -> str:
+    """Return the mark of who asks: a random one, and for how many permits.
+
+    Callers may disagree about that number, and all wait in one queue.
+    """
+    return f"{os.urandom(14).hex()}{permits:04x}"
+
+
+def permits_of(place: str) -> int:
+    """Return how many permits, counted from the first, a place is for."""
+    match = _PLACE.fullmatch(place)
+    return int(match[1], 16) if match else 0
+
+
+def claimed(places: Iterable[str]) -> int:
+    """Return how many permits, counted from the first, some places wait for."""
+    return max(map(permits_of, places), default=0)
+
+
+def before(place: str, places: Sequence[str]) -> Sequence[str]:
+    """Return the places before one; all of them if it isn't there."""
+    return places[: places.index(place)] if place in places else places
 
 
 def is_of(place: str, mark: str) -> bool:
     """Tell whether a place was made under this mark."""
     return place.startswith(f"{mark}-")
-
-
-def permits_of(place: str) -> int:
-    """Return below which number of permits a place in a queue wants one."""
-    match = _PLACE.fullmatch(place)
-    return int(match[1] or 1) if match else 1
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -65,7 +65,8 @@ class Place(Gate):
             told = self._told(session, before, until, give_up)
             if told is None:
                 return False
-            if told and (not before or (len(before) == 1 and request.permits == 1)):
+            claimed = nodes.claimed(before)
+            if told and (claimed < request.permits or len(before) == 1):
                 return not self._is_left
         return False
 
@@ -78,29 +79,31 @@ class Place(Gate):
             if self._mark:
                 # That session may live on for a while, and its node with it.
                 session.doom(self.folder, self._mark)
-            self._mark = nodes.waiter_mark(request.permits)
-            self._session_id = number
+            self._mark, self._session_id = nodes.new_mark(request.permits), number
         return session
 
     def _told(
         self, session: Session, before: list[str], until: float, give_up: float
     ) -> bool | None:
-        """Wait until the place before this one is gone, or, if first, for a permit.
+        """Wait until the place before this one is gone, or a permit is free.
+
+        Others may have asked for fewer permits: of those, this one waits for the rest.
 
         Returns:
             Whether that has happened, or only the connection is gone; ``None`` if the
             time is up.
         """
-        if before:
-            paths = [f"{self.folder}/{before[-1]}"]
-        else:
-            rows = row_keys(self.request.key, self.request.permits)
-            paths = [session.folder(row) for row in rows]
+        permits, claimed = self.request.permits, nodes.claimed(before)
+        rows = row_keys(self.request.key, permits)[claimed:]
+        folders = [session.folder(row) for row in rows]
+        # Until it is gone, no more permits are left to this one.
+        blocking = [x for x in before if nodes.permits_of(x) >= min(claimed, permits)]
+        paths = folders + [f"{self.folder}/{x}" for x in blocking[-1:]]
         bell = Bell()
         self._bell = bell
         try:
             seen = session.watch(paths, bell, give_up)
-            if None in seen or (not before and [] in seen):
+            if None in seen or [] in seen[: len(folders)]:
                 return True
             while (left := until - clock.monotonic()) > 0 and not self._is_left:
                 if bell.wait(left):
@@ -110,10 +113,7 @@ class Place(Gate):
             session.unwatch(paths, bell)
 
     def _places_before(self, session: Session, give_up: float) -> list[str]:
-        """Return the places before this one, which is taken first.
-
-        Those that want other permits don't count.
-        """
+        """Return the places before this one, which is taken first."""
         places = session.children([self.folder], give_up)[0]
         while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
             request = self.request
@@ -131,9 +131,7 @@ class Place(Gate):
         # A lost reply may have left another place, which nobody would delete.
         session.remove([f"{self.folder}/{x}" for x in mine[1:]], give_up)
         self.name = mine[0]
-        permits = self.request.permits
-        before = places[: places.index(self.name)]
-        return [each for each in before if nodes.permits_of(each) == permits]
+        return places[: places.index(self.name)]
 
     @property
     def path(self) -> str:
