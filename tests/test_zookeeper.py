@@ -1160,6 +1160,32 @@ def test_explicit_owner_behind_one_that_hangs(
     waiting.result(2 * DEADLINE).release()
 
 
+def test_set_of_an_explicit_owner(
+    backend: str,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it is being granted, the owner's other threads wait; then they re-enter."""
+    mine = session()
+    take, asked = mine.take, []
+
+    def slow(*args: Any) -> Any:
+        monkeypatch.undo()
+        taken = take(*args)
+        asked.append(other.start(lock(owner="ann").try_acquire))
+        time.sleep(scaled(0.3))
+        return taken
+
+    monkeypatch.setattr(mine, "take", slow)
+    both = distributed_lock(key, key + ":2", backend=backend, owner="ann")
+    with both.acquire(timeout=0) as leases:
+        again = asked[0].result(DEADLINE)
+        assert again.fencing_token == leases[key].fencing_token
+        other.do(again.release)
+
+
 def test_deleted_root(configure: Configure, key: str) -> None:
     """Operators may delete all that there is; what is above the keys is made again."""
     alias = configure("rooted", KEY_PREFIX=f"rooted-{time.monotonic_ns()}/locks")

@@ -83,7 +83,7 @@ class Asking:
                 return found
 
     def all(
-        self, session: Session, keys: Sequence[str], give_up: float
+        self, keys: Sequence[str], session: Session, give_up: float
     ) -> list[Granted] | None:
         """Ask for several keys at once; ``None`` if one of them isn't free."""
         self._tidy(session)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
@@ -29,6 +29,8 @@ from .asking import Asking, granted_at, moment, reading
 from .connection import ERRORS, PASSING, Address
 from .places import Place
 from .sessions import Held, Session, close, opened, patiently, session
+
+T = TypeVar("T")
 
 AT_ONCE = 1000
 """Folders that are read together when all are listed."""
@@ -114,25 +116,28 @@ class ZooKeeperBackend(BaseBackend):
 
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
         asking = Asking(request, self.lease)
-        try:
-            if not request.explicit:
-                return patiently(self._address, patience, asking.one)
-            # Its threads would refuse each other, or get two permits.
-            with patiently(self._address, patience, Session.alone):
-                return patiently(self._address, patience, asking.one)
-        finally:
-            asking.doom(opened(self._address))
+        return self._granted(asking, asking.one, request, patience)
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
         asking = Asking(request, self.lease)
+        ask = partial(asking.all, keys)
+        return self._granted(asking, ask, request, patience)
 
-        def ask(session: Session, give_up: float) -> list[Granted] | None:
-            return asking.all(session, keys, give_up)
-
+    def _granted(
+        self,
+        asking: Asking,
+        ask: Callable[[Session, float], T],
+        request: Request,
+        patience: float,
+    ) -> T:
         try:
-            return patiently(self._address, patience, ask)
+            if not request.explicit:
+                return patiently(self._address, patience, ask)
+            # Its threads would refuse each other, or get two permits.
+            with patiently(self._address, patience, Session.alone):
+                return patiently(self._address, patience, ask)
         finally:
             asking.doom(opened(self._address))
 
