@@ -17,9 +17,18 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 from kazoo.client import KazooClient
-from kazoo.exceptions import ConnectionLoss, KazooException, NoAuthError
+from kazoo.exceptions import (
+    ConnectionLoss,
+    InvalidACLError,
+    KazooException,
+    NoAuthError,
+    RolledBackError,
+    RuntimeInconsistency,
+    UnimplementedError,
+)
 from kazoo.protocol.serialization import Exists
-from kazoo.security import make_digest_acl
+from kazoo.protocol.states import ZnodeStat
+from kazoo.security import make_acl, make_digest_acl
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.zookeeper import nodes, sessions
@@ -227,6 +236,31 @@ def test_password(configure: Configure, key: str) -> None:
         for other in (key, f"{key}:other"):
             with pytest.raises(NoAuthError, match="auth_data"):
                 distributed_lock(other, backend=theirs).try_acquire()
+
+
+def test_refused_acl(configure: Configure, key: str) -> None:
+    """An ACL that the server refuses is kazoo's error, and says what to check."""
+    options = {"default_acl": [make_acl("auth", "", all=True)]}
+    alias = configure("odd", OPTIONS=options)
+    for keys in ([key], [key, key + ":2"]):
+        with pytest.raises(InvalidACLError, match="default_acl"):
+            distributed_lock(*keys, backend=alias).try_acquire()
+
+
+def test_refused_transaction(lock: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the server refuses in it is kazoo's error of that name."""
+    mine = session()
+    wait = mine.wait
+
+    def refused(*args: Any) -> Any:
+        found = wait(*args)
+        if not isinstance(found, list) or not isinstance(found[-1], ZnodeStat):
+            return found
+        return [RolledBackError(), UnimplementedError(), RuntimeInconsistency()]
+
+    monkeypatch.setattr(mine, "wait", refused)
+    with pytest.raises(UnimplementedError):
+        lock().try_acquire()
 
 
 # Terms

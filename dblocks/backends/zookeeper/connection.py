@@ -13,11 +13,14 @@ from kazoo.exceptions import (
     AuthFailedError,
     BadVersionError,
     ConnectionLoss,
+    InvalidACLError,
     KazooException,
     NoAuthError,
     NodeExistsError,
     NoNodeError,
     OperationTimeoutError,
+    RolledBackError,
+    RuntimeInconsistency,
     SessionExpiredError,
     SessionMovedError,
 )
@@ -201,7 +204,7 @@ class Connection:
         except KazooTimeoutError:
             raise self.silence() from None
         except NoAuthError:
-            raise self._no_access() from None
+            raise self._no_access(NoAuthError) from None
 
     def _wake(self) -> None:
         """Have kazoo's thread look for requests that it doesn't know of.
@@ -218,8 +221,8 @@ class Connection:
             f"ZooKeeper at {self.address.hosts} did not answer in time."
         )
 
-    def _no_access(self) -> NoAuthError:
-        return NoAuthError(
+    def _no_access(self, kind: type[KazooException]) -> KazooException:
+        return kind(
             f"ZooKeeper refuses access below {self.address.root}: check auth_data and "
             f"default_acl in DBLOCKS[{self.address.alias!r}]['OPTIONS'], and the "
             f"node's ACL."
@@ -289,20 +292,30 @@ class Connection:
         sent = transaction.commit_async()
         listed = [self.client.get_children_async(folder) for folder in folders]
         results = self.wait(sent, give_up - clock.monotonic())
-        for each in results:
-            if isinstance(each, NoAuthError):
-                raise self._no_access()
-            if isinstance(each, (NodeExistsError, NoNodeError)):
-                if clock.monotonic() > give_up:
-                    raise each
-                if isinstance(each, NoNodeError) and any(folders.values()):
-                    # Somebody has deleted the path above, too.
-                    self._make_root()
-                return None
+        refusal = _refusal(results)
+        if refusal is not None:
+            self._heed(refusal, any(folders.values()), give_up)
+            return None
         made = [path for path in results if isinstance(path, str)]
         names = [path.rpartition("/")[2] for path in made if path not in folders]
         places = [self._places(each, give_up) for each in listed]
         return Taken(names, places, results[-1].mzxid)
+
+    def _heed(self, refusal: Exception, is_missing: bool, give_up: float) -> None:
+        """Raise unless a transaction was refused because a folder has come or gone.
+
+        Args:
+            is_missing: Whether it was to make a folder.
+        """
+        if isinstance(refusal, (NoAuthError, InvalidACLError)):
+            raise self._no_access(type(refusal))
+        if not isinstance(refusal, (NodeExistsError, NoNodeError)):
+            raise refusal
+        if clock.monotonic() > give_up:
+            raise refusal
+        if isinstance(refusal, NoNodeError) and is_missing:
+            # Somebody has deleted the path above, too.
+            self._make_root()
 
     def remove(self, paths: Sequence[str], give_up: float) -> list[bool]:
         """Delete places; tell which of them existed."""
@@ -348,3 +361,13 @@ class Connection:
 def _size(transaction: Any) -> int:
     """Return the bytes that a transaction has as a request."""
     return len(Transaction(transaction.operations).serialize())
+
+
+def _refusal(results: Iterable[Any]) -> Exception | None:
+    """Return why a transaction was refused, if it was."""
+    # The other steps have failed because one has.
+    others = (RolledBackError, RuntimeInconsistency)
+    found = (
+        x for x in results if isinstance(x, Exception) and not isinstance(x, others)
+    )
+    return next(found, None)
