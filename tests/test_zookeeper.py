@@ -796,6 +796,42 @@ def test_server_restarts_within_a_lease(
     assert not places(key, alias)
 
 
+def test_requests_while_no_server_answers(
+    configure: Configure, server: Server, key: str
+) -> None:
+    """What keeps a session alive isn't queued for a server that may come back late."""
+    alias = configure("patient", LOCATION=server.url(), LEASE=scaled(8))
+    distributed_lock(key, backend=alias).acquire().release()
+    mine = session(alias)
+    server.kill()
+    eventually(lambda: not mine.client.connected)
+    for _ in range(2):
+        # As often, the server would have heard of it four times.
+        time.sleep(scaled(1.6))
+        assert len(mine.client._queue) <= 1
+        mine.doom(folder(key, alias), "0" * 32)
+    server.start()
+    eventually(lambda: not mine._leftovers, what="the end of the leftovers")
+
+
+def test_leftovers_after_an_error(
+    lock: Locks, key: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """An error that nobody foresaw is logged, and what is left behind is deleted."""
+    mine = session()
+
+    def wrong(*args: Any) -> None:
+        monkeypatch.undo()
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(mine, "sweep", wrong)
+    lease = lock(renew=False).acquire()
+    mine.doom(folder(key), places(key)[0].partition("-")[0])
+    eventually(lambda: not places(key), what="the end of the node")
+    assert "unforeseen" in caplog.text
+    lease.release()
+
+
 def test_release_that_fails(configure: Configure, server: Server, key: str) -> None:
     """What could not be given back is deleted as soon as the server answers."""
     alias = configure("patient", LOCATION=server.url(), LEASE=scaled(30))

@@ -184,25 +184,37 @@ class Session(Connection):
 
     def _keep(self) -> None:
         """Delete leftovers for as long as the client lives."""
-        left = self._leftovers
         while not self.is_over():
-            now = clock.monotonic()
-            left |= self._run_out(now)
-            pause = RETRY_AFTER if left else self._pause(now)
-            with suppress(queue.Empty):
-                self._due.get(timeout=pause)
-            for each in list(left):
-                try:
-                    self.sweep(*each)
-                except PASSING:
-                    break
-                except KazooException as error:
-                    logger.warning("not deleted folder=%s error=%s", each[0], error)
-                left.discard(each)
+            try:
+                now = clock.monotonic()
+                self._leftovers |= self._run_out(now)
+                pause = RETRY_AFTER if self._leftovers else self._pause(now)
+                with suppress(queue.Empty):
+                    self._due.get(timeout=pause)
+                self._tidy_up()
+            except Exception:
+                # Without this thread, leases that nobody renews would not run out.
+                logger.exception("failed to delete leftovers")
+                time.sleep(PATIENCE)
+
+    def _tidy_up(self) -> None:
+        left = self._leftovers
+        for each in list(left):
+            # kazoo would queue each request until there is a server.
+            if not self.client.connected:
+                break
+            try:
+                self.sweep(*each)
+            except PASSING:
+                break
+            except KazooException as error:
+                logger.warning("not deleted folder=%s error=%s", each[0], error)
+            left.discard(each)
 
     def _pause(self, now: float) -> float:
         """Return the seconds until the next lease may run out, or the next pulse."""
-        self.client.exists_async(self.address.root)
+        if self.client.connected:
+            self.client.exists_async(self.address.root)
         ends = [held.expires_at for held in list(self.grants.values())]
         return max(0.0, min([now + self.address.lease / PULSES, *ends]) - now)
 
