@@ -422,6 +422,33 @@ def test_force_release_under_a_waiter(
     other.do(theirs.release)
 
 
+def test_force_release_of_what_is_just_granted(
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time for which somebody has waited isn't the age of the grant."""
+    lease = acquire()
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    time.sleep(0.3)
+    mine, freed = session(), []
+    write = mine.write
+
+    def late(*args: Any) -> Any:
+        monkeypatch.undo()
+        freed.append(engine().force_release(key, older_than=0.2))
+        return write(*args)
+
+    monkeypatch.setattr(mine, "write", late)
+    lease.release()
+    theirs = waiting.result(DEADLINE)
+    assert freed == [False]
+    assert other.do(theirs.release)
+
+
 # The queue
 
 

@@ -401,6 +401,10 @@ def _overdue(
     for _, path, content, stat in _holders(session, [row], give_up):
         if version not in (None, stat.czxid):
             continue
-        since = granted_at(content, stat)
-        if not age or (session.now(path, give_up) or 0) - since >= age * 1000:
-            yield path, (content.owner, content.holder, stat.czxid)
+        if age:
+            since = granted_at(content, stat)
+            now = session.now(path, give_up) or 0
+            # A waiter that is just being let in has waited, and held nothing.
+            if content.waits or now - since < age * 1000:
+                continue
+        yield path, (content.owner, content.holder, stat.czxid)
