@@ -256,8 +256,8 @@ def test_undo_that_comes_late(servers: list[Redis], key: str, verb: str) -> None
         return server.acquire_all(request, [key])
 
     def undo(identity: str) -> None:
-        grants = [Grant(key, "owner", None)]
-        server.release_all(grants, count=0, undo=True, identity=identity)
+        grants = [Grant(key, "owner", None, identity)]
+        server.release_all(grants, count=0, undo=True)
 
     assert ask("1")
     assert ask("2")
@@ -286,3 +286,59 @@ def test_minority_is_given_back(servers: list[Redis], key: str, permits: int) ->
             assert not redis.Redis.from_url(server.url()).hget(row, "owner")
     for lease in leases:
         assert lease.release() is True
+
+
+@pytest.mark.parametrize("verb", ["renew", "release", "enter"])
+def test_force_release_ends_a_grant_for_its_owner_too(
+    servers: list[Redis], key: str, verb: str
+) -> None:
+    """An owner that takes the key again leaves its forced lease dead."""
+    lock = distributed_lock(key, owner="worker", lease=30, timeout=0)
+    forced = lock.acquire()
+    assert backends["default"].force_release(key)
+    restarted = OtherThread()
+    again = distributed_lock(key, owner="worker", lease=30, backend="second")
+    lease = restarted.do(again.acquire, 0)
+    if verb == "renew":
+        with pytest.raises(LeaseLost):
+            forced.renew()
+    elif verb == "enter":
+        # A co-owner of the new grant, not of the one that was forced.
+        lock.acquire().release()
+    assert forced.release() is False
+    assert forced.lost_reason == "taken"
+    assert distributed_lock(key).locked()
+    restarted.do(lease.renew)
+    assert restarted.do(lease.release) is True
+    assert not distributed_lock(key).locked()
+    restarted.close()
+
+
+@pytest.mark.parametrize("owner", [None, "worker"])
+def test_reason_after_a_successor(servers: list[Redis], key: str, owner: Any) -> None:
+    """Who was forced, and others had the key since, is told that it was taken."""
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    assert backends["default"].force_release(key)
+    distributed_lock(key, owner=owner, backend="second").acquire(timeout=0).release()
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason == "taken"
+
+
+def test_co_owner_on_servers_without_the_grant(servers: list[Redis], key: str) -> None:
+    """A co-owner shares the grant of the majority, and leaves nothing elsewhere."""
+    for server in servers[3:]:
+        server.kill()
+    lease = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
+    for server in servers[3:]:
+        server.start()
+    other = OtherThread()
+    co_owner = distributed_lock(key, owner="both", lease=30, backend="second")
+    theirs = other.do(co_owner.acquire, 0)
+    assert holders(servers, key) == ["both"] * 3 + [""] * 2
+    assert lease.release() is True
+    other.do(theirs.renew)
+    assert distributed_lock(key).locked()
+    assert other.do(theirs.release) is True
+    assert set(holders(servers, key)) == {""}
+    other.close()

@@ -2,7 +2,8 @@
 
 A lock's keys share a hash tag, so that a cluster has them in one place:
 
-* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version;
+* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
+  and an id, the mark of a grant where versions aren't;
 * ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
 * ``…:alive``, a hash: until when each of them is thought to wait;
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
@@ -50,10 +51,15 @@ end
 
 local function describe(row)
   local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
-    'expires', 'max_until', 'count', 'requested')
+    'expires', 'max_until', 'count', 'requested', 'id')
   if not f[4] then return {} end
   return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
-    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9])}
+    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9]), f[10] or ''}
+end
+
+-- Begins with the fields 'owner', 'version', 'id'. A mark is a version or an id.
+local function is_grant(f, owner, mark)
+  return f[1] == owner and (f[2] == mark or f[3] == mark)
 end
 
 local function first(queue, alive)
@@ -140,14 +146,17 @@ for i = 0, size - 1 do
     local max_until = number(f[4])
     if explicit then
       redis.call('HINCRBY', row, 'count', 1)
-    elseif id > (f[5] or '') then
+    end
+    if explicit or id <= (f[5] or '') then
+      id = f[5] or ''
+    else
       -- Asked again: what undoes the earlier request must not undo this one.
       redis.call('HSET', row, 'id', id)
     end
     expires = math.max(expires, math.min(now + lease, max_until))
     redis.call('HSET', row, 'expires', whole(expires))
     keep(row, expires)
-    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, f[5] or ''}
+    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, id}
   elseif not soonest or expires < expires_first then
     soonest, expires_first = permit, expires
   end
@@ -229,20 +238,19 @@ local answers = {}
 
 for i = 1, #KEYS / 4 do
   local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
-  local owner, version = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
-  local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until', 'id')
-  local same = version == '' or f[2] == version or f[5] == version
-  local current = same and f[1] == owner
-  -- Of a version, only the lost reply of this very release leaves no owner.
-  answers[i] = (current or (same and f[1] == '' and retried)) and 1 or 0
+  local owner, mark = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
+  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count', 'min_until')
+  local current = is_grant(f, owner, mark)
+  -- Of a grant, only the lost reply of this very release leaves no owner.
+  answers[i] = (current or (retried and is_grant(f, '', mark))) and 1 or 0
   if current then
-    local count = left or number(f[3]) - (is_repeated(queue, act) and 0 or 1)
+    local count = left or number(f[4]) - (is_repeated(queue, act) and 0 or 1)
     if count > 0 then
       redis.call('HSET', row, 'count', count)
     else
-      local free_at = undo and now or math.max(now, number(f[4]))
+      local free_at = undo and now or math.max(now, number(f[5]))
       redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at),
-        'requested', 0)
+        'requested', 0, 'id', undo and '' or f[3] or '')
       keep(row, free_at)
       if redis.call('EXISTS', queue) > 0 then
         if free_at <= now then
@@ -260,18 +268,18 @@ return answers
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
 to count down; whether they don't cool; whether this was sent before; an id of this
-act; owner, and version or id (nothing: any), of each.
+act; owner and mark of each.
 """
 
 RENEW = _script("""
 local answers = {}
 for i, row in ipairs(KEYS) do
-  local owner, version, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
-  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until',
+  local owner, mark, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
+  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'expires', 'max_until',
     'requested')
-  local expires = number(f[3])
-  if f[1] == owner and (version == '' or f[2] == version) and expires > now then
-    expires = math.max(expires, math.min(now + lease, number(f[4])))
+  local expires = number(f[4])
+  if is_grant(f, owner, mark) and expires > now then
+    expires = math.max(expires, math.min(now + lease, number(f[5])))
     redis.call('HSET', row, 'expires', whole(expires))
     keep(row, expires)
     if ARGV[1] == 'up' then
@@ -279,7 +287,7 @@ for i, row in ipairs(KEYS) do
     elseif ARGV[1] ~= '' then
       redis.call('HSET', row, 'count', ARGV[1])
     end
-    answers[i] = number(f[5]) > 0 and 2 or 1
+    answers[i] = number(f[6]) > 0 and 2 or 1
   else
     answers[i] = describe(row)
   end
@@ -289,20 +297,19 @@ return answers
 """Extend grants; 2 of those whose holder is asked to finish, 1 of others.
 
 Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or nothing;
-owner, version (nothing: any) and lease of each.
+owner, mark and lease of each.
 """
 
 FORFEIT = _script("""
 local queue, row = KEYS[1], KEYS[2]
-local f = redis.call('HMGET', row, 'owner', 'version', 'count')
-local current = f[1] == ARGV[1] and (ARGV[2] == '' or f[2] == ARGV[2])
-if current and not is_repeated(queue, ARGV[4]) then
-  redis.call('HSET', row, 'count', math.max(1, number(f[3]) - ARGV[3]))
+local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count')
+if is_grant(f, ARGV[1], ARGV[2]) and not is_repeated(queue, ARGV[4]) then
+  redis.call('HSET', row, 'count', math.max(1, number(f[4]) - ARGV[3]))
 end
 """)
 """Count holds of a grant no more.
 
-Keys: queue, row. Arguments: owner, version, how many, an id of this act.
+Keys: queue, row. Arguments: owner, mark, how many, an id of this act.
 """
 
 READ = _script("""
