@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import StringIO
 from types import FrameType
@@ -23,7 +23,7 @@ from django.core.management import call_command
 from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dblocks import LeaseLost, LockTimeout, clock, distributed_lock
+from dblocks import Lease, LeaseLost, LockTimeout, clock, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
 from dblocks.backends.values import Grant, Renewal, Request
@@ -226,6 +226,62 @@ def test_lost_replies(settings: Any, key: str, script: scripts.Script) -> None:
             proxy.lose_replies = 0
             assert not lock.locked()
         assert proxy.lost >= 1
+
+
+@contextmanager
+def reply_lost(
+    script: scripts.Script, meanwhile: Callable[[], object]
+) -> Iterator[None]:
+    """The next run of a script is carried out, and its reply is lost.
+
+    Args:
+        meanwhile: Called in between, before the loss is known.
+    """
+    client: Any = engine()._server.client
+    run = client._run
+
+    def lose(which: scripts.Script, *arguments: Any) -> Any:
+        answer = run(which, *arguments)
+        if which is not script:
+            return answer
+        client._run = run
+        meanwhile()
+        raise RedisConnectionError("reset by peer")
+
+    client._run = lose
+    yield
+    assert client._run == run
+
+
+@contextmanager
+def heard(signal: Any) -> Iterator[list[dict[str, Any]]]:
+    """Collect what a signal tells."""
+    told: list[dict[str, Any]] = []
+
+    def hear(signal: Any, sender: Any, **said: Any) -> None:
+        told.append(said)
+
+    signal.connect(hear)
+    yield told
+    signal.disconnect(hear)
+
+
+@pytest.mark.parametrize("with_version", [False, True])
+def test_lost_reply_to_a_force_release(here: Any, key: str, with_version: bool) -> None:
+    """When it is sent again it ends no later grant, and tells what it has ended."""
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    version = lease.fencing_token if with_version else None
+    later = distributed_lock(key, lease=30, backend="second")
+    leases: list[Lease] = []
+    with (
+        heard(signals.lock_force_released) as forced,
+        reply_lost(scripts.FORCE_RELEASE, lambda: leases.append(later.acquire(0))),
+    ):
+        assert engine().force_release(key, version=version) is True
+    assert [each["fencing_token"] for each in forced] == [lease.fencing_token]
+    assert lease.release() is False
+    leases[0].renew()
+    assert leases[0].release() is True
 
 
 def test_clock_set_back(here: Any, key: str) -> None:

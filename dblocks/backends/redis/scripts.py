@@ -9,7 +9,7 @@ A lock's keys share a hash tag, so that a cluster has them in one place:
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
   it is kept for them;
 * ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
-* ``…:done:ACT``, for half a minute: that holds were counted down by this act.
+* ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
 With each quarter of a second for which a key has been free, one more of those who wait
 may take it, and in the end one who doesn't wait: those before it may be dead.
@@ -112,10 +112,11 @@ local function place_of(queue, alive, ticket)
   return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
 end
 
+local function done(queue, act) return string.sub(queue, 1, -6) .. 'done:' .. act end
+
 -- What counts down must not do so again when it is sent again.
 local function is_repeated(queue, act)
-  local name = string.sub(queue, 1, -6) .. 'done:' .. act
-  return not redis.call('SET', name, 1, 'NX', 'PX', 30000)
+  return not redis.call('SET', done(queue, act), 1, 'NX', 'PX', 30000)
 end
 """
 
@@ -411,6 +412,9 @@ FORCE_RELEASE = _script("""
 local queue, alive, rung, row = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local f = redis.call('HMGET', row, 'owner', 'version', 'acquired', 'expires', 'holder')
 local version, acquired = number(f[2]), number(f[3])
+local act = done(queue, ARGV[3])
+local ended = redis.call('LRANGE', act, 0, -1)
+if ended[1] then return {ended[1], ended[2], number(ended[3])} end
 if f[1] == '' and number(f[4]) <= now then return {} end
 if not f[2] or (ARGV[1] ~= '' and f[2] ~= ARGV[1]) then return {} end
 if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
@@ -418,11 +422,13 @@ redis.call('HSET', row, 'owner', '', 'count', 0, 'version', whole(version + 1),
   'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0,
   'requested', 0)
 keep(row, now)
+redis.call('RPUSH', act, f[1], f[5], f[2])
+redis.call('PEXPIRE', act, 30000)
 ring(queue, alive, rung)
 return {f[1], f[5], version}
 """)
 """Free a key over its holder's head.
 
 Keys: queue, alive, rung, row. Arguments: the version, or nothing for any; how long it
-must have been held.
+must have been held; an id of this act.
 """

@@ -304,7 +304,7 @@ class Server:
             self.client.run(
                 scripts.FORCE_RELEASE,
                 [*self._queue(apart(row_key)[0]), self.row(row_key)],
-                ["" if version is None else version, _micro(age)],
+                ["" if version is None else version, _micro(age), _act()],
             )
         )
 
