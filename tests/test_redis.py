@@ -266,6 +266,30 @@ def heard(signal: Any) -> Iterator[list[dict[str, Any]]]:
     signal.disconnect(hear)
 
 
+@pytest.mark.parametrize("owner", [None, "shared"])
+@pytest.mark.parametrize("successors", [1, 3])
+def test_lost_reply_to_a_release(
+    here: Any, key: str, owner: str | None, successors: int
+) -> None:
+    """Who takes the key before it is sent again doesn't make it a loss."""
+    lock = distributed_lock(key, lease=30, timeout=0, backend="second")
+    leases: list[Lease] = []
+
+    def meanwhile() -> None:
+        for _ in range(successors - 1):
+            lock.acquire().release()
+        leases.append(lock.acquire())
+
+    with (
+        heard(signals.lock_lost) as lost,
+        reply_lost(scripts.RELEASE, meanwhile),
+        distributed_lock(key, owner=owner, lease=30, timeout=0),
+    ):
+        pass
+    assert not lost
+    assert leases[0].release() is True
+
+
 @pytest.mark.parametrize("with_version", [False, True])
 def test_lost_reply_to_a_force_release(here: Any, key: str, with_version: bool) -> None:
     """When it is sent again it ends no later grant, and tells what it has ended."""

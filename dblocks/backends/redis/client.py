@@ -161,22 +161,19 @@ class Client:
         arguments: Sequence[Argument] = (),
         *,
         patience: float = 0.0,
-        retried_at: int | None = None,
     ) -> Any:
         """Run a script, again where a fault may pass.
 
         Args:
             patience: For how many seconds faults may be sat out, if that is longer
                 than the client's own; at most :data:`LONGEST_PATIENCE`.
-            retried_at: Which argument tells that this may have been done before.
         """
-        given = list(arguments)
         patience = min(max(patience, self._patience), LONGEST_PATIENCE)
         give_up = clock.monotonic() + patience
         pause = 0.0
         while True:
             try:
-                return self._run(script, keys, given)
+                return self._run(script, keys, arguments)
             except _LASTING:
                 raise
             except _TRANSIENT as error:
@@ -185,8 +182,6 @@ class Client:
                 is_news = pause > 0 or not isinstance(error, ConnectionError)
                 if left <= 0 and is_news:
                     raise
-            if retried_at is not None:
-                given[retried_at] = 1
             time.sleep(max(0.0, min(left, random.uniform(0.5, 1.5) * pause)))
             pause = min(0.25, 2 * pause or 0.01)
 

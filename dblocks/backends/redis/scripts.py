@@ -3,7 +3,7 @@
 A lock's keys share a hash tag, so that a cluster has them in one place:
 
 * ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
-  and an id, the mark of a grant where versions aren't;
+  an id, the mark of a grant where versions aren't, and the last acts that released it;
 * ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
 * ``…:alive``, a hash: until when each of them is thought to wait;
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
@@ -233,25 +233,27 @@ Keys: queue, rung and row of each. Arguments: as for one key, up to the id.
 """
 
 RELEASE = _script("""
-local left, undo, retried = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3] == '1'
-local act = ARGV[4]
+local left, undo, act = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3]
 local answers = {}
 
 for i = 1, #KEYS / 4 do
   local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
-  local owner, mark = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
-  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count', 'min_until')
-  local current = is_grant(f, owner, mark)
-  -- Of a grant, only the lost reply of this very release leaves no owner.
-  answers[i] = (current or (retried and is_grant(f, '', mark))) and 1 or 0
+  local owner, mark = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count', 'min_until',
+    'acts')
+  local current, acts = is_grant(f, owner, mark), f[6] or ''
+  -- When it is sent again, others may have had the key since.
+  answers[i] = (current or string.find(acts, act, 1, true)) and 1 or 0
   if current then
+    -- Not longer than 64 bytes, which Redis keeps in less space.
+    acts = string.sub(act .. acts, 1, 64)
     local count = left or number(f[4]) - (is_repeated(queue, act) and 0 or 1)
     if count > 0 then
-      redis.call('HSET', row, 'count', count)
+      redis.call('HSET', row, 'count', count, 'acts', acts)
     else
       local free_at = undo and now or math.max(now, number(f[5]))
       redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at),
-        'requested', 0, 'id', undo and '' or f[3] or '')
+        'requested', 0, 'id', undo and '' or f[3] or '', 'acts', acts)
       keep(row, free_at)
       if redis.call('EXISTS', queue) > 0 then
         if free_at <= now then
@@ -268,8 +270,7 @@ return answers
 """Give back holds.
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
-to count down; whether they don't cool; whether this was sent before; an id of this
-act; owner and mark of each.
+to count down; whether they don't cool; an id of this act; owner and mark of each.
 """
 
 RENEW = _script("""

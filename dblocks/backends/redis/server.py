@@ -139,8 +139,7 @@ class Server:
         answers = self.client.run(
             scripts.RELEASE,
             names,
-            ["" if count is None else count, int(undo), 0, _act(), *owners],
-            retried_at=2,
+            ["" if count is None else count, int(undo), _act(), *owners],
         )
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
