@@ -695,6 +695,39 @@ def test_try_where_all_waiters_are_dead(here: Any, key: str, permits: int) -> No
     mine.release()
 
 
+def leave_dead_waiters(key: str, number: int) -> None:
+    """Queue as processes that are killed while they wait."""
+    request = Request(key, "x", 60.0)
+    for each in range(number):
+        assert engine()._server.queue(request, f"{each:x} dead", 20.0)[0] is False
+
+
+@pytest.mark.parametrize("end", ["released", "cooled"])
+@pytest.mark.parametrize("dead", [4, 5, 20])
+def test_many_dead_waiters_before_a_live_one(
+    here: Any, key: str, threads: Threads, dead: int, end: str
+) -> None:
+    """Who waits behind them gets a key that is free after little more than a second."""
+    cools = 0.0 if end == "released" else 2.0
+    lease = distributed_lock(key, lease=60, hold_at_least=cools).acquire(timeout=0)
+    leave_dead_waiters(key, dead)
+    patient = distributed_lock(key, backend="second", timeout=DEADLINE)
+    answer = threads().start(patient.acquire)
+    eventually(lambda: engine().waiters(key).number == dead + 1, what="the waiter")
+    lease.release()
+    with takes(at_most=cools + 5 * GRACE + SLACK):
+        answer.result(timeout=DEADLINE).release()
+
+
+def test_try_behind_many_dead_waiters(here: Any, key: str) -> None:
+    """A try is refused a free key for a moment, however many they are."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    leave_dead_waiters(key, 30)
+    lease.release()
+    lock = distributed_lock(key, timeout=0)
+    eventually(lock.try_acquire, within=6 * GRACE + SLACK, what="the grant").release()
+
+
 def test_reserved_key_is_not_polled(here: Any, key: str) -> None:
     """Who comes while the key is kept for one that has died waits without asking."""
     lease = distributed_lock(key, lease=60).acquire(timeout=0)

@@ -2,7 +2,7 @@
 
 A release tells the first waiter that the key is free, and keeps it for that waiter for
 a quarter of a second. It tells the next waiters when to look, one after the other, in
-case those before them have died.
+case those before them have died, and the last, in case all of these have.
 """
 
 from __future__ import annotations

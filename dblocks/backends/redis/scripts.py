@@ -12,7 +12,8 @@ A lock's keys share a hash tag, so that a cluster has them in one place:
 * ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
 With each quarter of a second for which a key has been free, one more of those who wait
-may take it, and in the end one who doesn't wait: those before it may be dead.
+may take it, after a second all of them, and in the end those who don't wait: those
+before them may be dead.
 
 Moments are microseconds of the server's clock. A version is the moment of its grant,
 or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
@@ -85,11 +86,19 @@ local function let_in(queue, alive, rung, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
--- The next are told when to look, in turn: those before them may be dead.
-local function alert(queue, from)
-  for place, ticket in ipairs(redis.call('ZRANGE', queue, 0, NEXT - 1)) do
-    tell(queue, ticket, whole(from - now + (place - 1) * GRACE))
+local function tell_in_turn(queue, first, last, from)
+  for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
+    tell(queue, ticket, whole(from - now + (number - 1) * GRACE))
   end
+end
+
+-- The next are told when to look: those before them may be dead. So are the last, who
+-- are the likeliest to be alive if all of these are dead.
+local function alert(queue, from)
+  tell_in_turn(queue, 0, NEXT - 1, from)
+  local size = redis.call('ZCARD', queue)
+  local late = from + (NEXT + 1) * GRACE
+  tell_in_turn(queue, math.max(NEXT, size - NEXT), -1, late)
 end
 
 -- The first is told that the key is free, and has it kept for a while.
@@ -169,7 +178,8 @@ end
 
 local queued = redis.call('EXISTS', queue, rung) > 0
 if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
-  local turn = since + place_of(queue, alive, ticket) * GRACE
+  local place = place_of(queue, alive, ticket)
+  local turn = since + math.min(place, NEXT + (ticket == '' and 3 or 1)) * GRACE
   if reserved(rung) >= free or turn > now then
     return {0, chosen, describe(KEYS[5 + chosen])}
   end
