@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.exceptions import RedisError
 
-from dblocks import LeaseLost, LockTimeout, distributed_lock
+from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
 from dblocks.backends.values import Grant, Request
@@ -23,7 +23,7 @@ from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
 from tests.support.services import Redis
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
-from tests.test_redis import BACKEND
+from tests.test_redis import BACKEND, heard
 
 pytestmark = pytest.mark.engine("redis")
 
@@ -342,3 +342,30 @@ def test_co_owner_on_servers_without_the_grant(servers: list[Redis], key: str) -
     assert other.do(theirs.release) is True
     assert set(holders(servers, key)) == {""}
     other.close()
+
+
+def test_force_release_while_a_server_is_down(servers: list[Redis], key: str) -> None:
+    """It says that it freed the key, also if few of those in reach know the grant."""
+    for server in servers[3:]:
+        server.kill()
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    for server in servers[3:]:
+        server.start()
+    servers[0].kill()
+    assert distributed_lock(key).locked()
+    with heard(signals.lock_force_released) as forced:
+        assert backends["default"].force_release(key) is True
+        assert backends["default"].force_release(key) is False
+    assert [each["owner"] for each in forced] == [lease.owner]
+    with distributed_lock(key, backend="second", timeout=0):
+        assert lease.release() is False
+
+
+def test_force_release_of_what_no_majority_granted(
+    servers: list[Redis], key: str
+) -> None:
+    """A key that can be had isn't reported as freed."""
+    request = Request(key, "minority", 30.0, identity="1")
+    for server in backends["default"]._servers[:2]:  # type: ignore[attr-defined]
+        server.acquire(request)
+    assert backends["default"].force_release(key) is False

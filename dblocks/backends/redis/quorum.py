@@ -293,9 +293,8 @@ class QuorumBackend(Servers):
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))
-        return self._described(
-            answers.values(), len(self._servers) - self._majority + 1
-        )
+        # With fewer that had a grant, a majority of those in reach was free before.
+        return self._described(answers.values(), len(answers) - self._majority + 1)
 
     def _described(
         self, answers: Iterable[tuple[str, str, int] | None], least: int
