@@ -695,11 +695,11 @@ def test_try_where_all_waiters_are_dead(here: Any, key: str, permits: int) -> No
     mine.release()
 
 
-def leave_dead_waiters(key: str, number: int) -> None:
+def leave_dead_waiters(key: str, number: int, name: str = "dead") -> None:
     """Queue as processes that are killed while they wait."""
     request = Request(key, "x", 60.0)
     for each in range(number):
-        assert engine()._server.queue(request, f"{each:x} dead", 20.0)[0] is False
+        assert engine()._server.queue(request, f"{each:x} {name}", 20.0)[0] is False
 
 
 @pytest.mark.parametrize("end", ["released", "cooled"])
@@ -835,6 +835,38 @@ def test_co_owner_leaves_the_queue(here: Any, key: str) -> None:
     for waiter, theirs in zip(waiters, leases, strict=True):
         waiter.do(theirs.release)
         waiter.close()
+
+
+def test_co_owner_whose_time_is_over(here: Any, key: str, threads: Threads) -> None:
+    """Who waited behind others of its process enters if its owner has the key.
+
+    The first of that process sleeps: the release has told others when to look.
+    """
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    length = scaled(2)
+    answers = []
+    for alias, owner, timeout, before in (
+        ("third", "both", DEADLINE, 0),
+        ("second", None, DEADLINE, 3),
+        ("second", "both", length, 0),
+    ):
+        leave_dead_waiters(key, before)
+        lock = distributed_lock(key, backend=alias, owner=owner, timeout=timeout)
+        number = (engine().waiters(key).number or 0) + 1
+        answers.append(threads().start(lock.acquire))
+        if answers[2:]:
+            always(lambda: not answers[2].done(), during=0.2, what="the wait")
+        else:
+            eventually(lambda n=number: engine().waiters(key).number == n)
+    leave_dead_waiters(key, 3, "behind")
+    lease.release()
+    theirs = answers[0].result(timeout=DEADLINE)
+    with takes(at_most=length + SLACK):
+        co_owners = answers[2].result(timeout=DEADLINE)
+    assert co_owners.fencing_token == theirs.fencing_token
+    assert co_owners.release() is True
+    assert theirs.release() is True
+    answers[1].result(timeout=DEADLINE).release()
 
 
 class Interrupted(Exception):
