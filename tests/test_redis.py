@@ -187,6 +187,45 @@ def test_out_of_reach(settings: Any, key: str, fault: str) -> None:
         after.release()
 
 
+def test_down_when_a_waiter_queues(
+    settings: Any, key: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is down for a while fails no waiter who has time."""
+    with Redis() as server:
+        use(settings, server.url(), "second")
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        theirs: Any = backends["second"]
+        queue, goes_on = theirs._server.queue, threading.Timer(2, server.start)
+
+        def late(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            server.kill()
+            goes_on.start()
+            return queue(*arguments)
+
+        eventually(server.has_written, what="all in the file")
+        monkeypatch.setattr(theirs._server, "queue", late)
+        waits = distributed_lock(key, backend="second", timeout=DEADLINE)
+        answer = threads().start(waits.acquire)
+        eventually(goes_on.finished.is_set, what="the restart")
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        assert lease.release() is True
+        answer.result(timeout=DEADLINE).release()
+
+
+def test_faults_are_sat_out_while_the_caller_waits(settings: Any, key: str) -> None:
+    """However long that is."""
+    with Redis() as server:
+        use(settings, server.url())
+        token_of(key)
+        server.kill()
+        back = threading.Timer(11, server.start)
+        back.start()
+        with takes(10.5, 13 + SLACK), distributed_lock(key, lease=60, timeout=40):
+            pass
+        back.join()
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_lost_reply_to_a_co_owners_release(
     settings: Any, key: str, threads: Threads, count: int

@@ -39,14 +39,15 @@ SOCKET_TIMEOUT = 5.0
 PATIENCE = 1.0
 """Seconds for which faults that pass are sat out; longer where the caller waits."""
 
-LONGEST_PATIENCE = 10.0
-"""The most of them."""
-
 KEPT_IDLE = 64
 """Connections that are kept for the next commands."""
 
-_TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, TryAgainError)
-_LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
+LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
+"""Faults that don't pass; they are connection errors too."""
+
+UNREACHABLE = (ConnectionError, TimeoutError)
+
+_TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError)
 
 Argument = str | bytes | int | float
 
@@ -166,15 +167,14 @@ class Client:
 
         Args:
             patience: For how many seconds faults may be sat out, if that is longer
-                than the client's own; at most :data:`LONGEST_PATIENCE`.
+                than the client's own.
         """
-        patience = min(max(patience, self._patience), LONGEST_PATIENCE)
-        give_up = clock.monotonic() + patience
+        give_up = clock.monotonic() + max(patience, self._patience)
         pause = 0.0
         while True:
             try:
                 return self._run(script, keys, arguments)
-            except _LASTING:
+            except LASTING:
                 raise
             except _TRANSIENT as error:
                 left = give_up - clock.monotonic()
