@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import StringIO
 from types import FrameType
@@ -23,7 +23,7 @@ from django.core.management import call_command
 from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from dblocks import LeaseLost, LockTimeout, clock, distributed_lock
+from dblocks import Lease, LeaseLost, LockTimeout, clock, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
 from dblocks.backends.values import Grant, Renewal, Request
@@ -187,6 +187,45 @@ def test_out_of_reach(settings: Any, key: str, fault: str) -> None:
         after.release()
 
 
+def test_down_when_a_waiter_queues(
+    settings: Any, key: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is down for a while fails no waiter who has time."""
+    with Redis() as server:
+        use(settings, server.url(), "second")
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        theirs: Any = backends["second"]
+        queue, goes_on = theirs._server.queue, threading.Timer(2, server.start)
+
+        def late(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            server.kill()
+            goes_on.start()
+            return queue(*arguments)
+
+        eventually(server.has_written, what="all in the file")
+        monkeypatch.setattr(theirs._server, "queue", late)
+        waits = distributed_lock(key, backend="second", timeout=DEADLINE)
+        answer = threads().start(waits.acquire)
+        eventually(goes_on.finished.is_set, what="the restart")
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        assert lease.release() is True
+        answer.result(timeout=DEADLINE).release()
+
+
+def test_faults_are_sat_out_while_the_caller_waits(settings: Any, key: str) -> None:
+    """However long that is."""
+    with Redis() as server:
+        use(settings, server.url())
+        token_of(key)
+        server.kill()
+        back = threading.Timer(11, server.start)
+        back.start()
+        with takes(10.5, 13 + SLACK), distributed_lock(key, lease=60, timeout=40):
+            pass
+        back.join()
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_lost_reply_to_a_co_owners_release(
     settings: Any, key: str, threads: Threads, count: int
@@ -226,6 +265,86 @@ def test_lost_replies(settings: Any, key: str, script: scripts.Script) -> None:
             proxy.lose_replies = 0
             assert not lock.locked()
         assert proxy.lost >= 1
+
+
+@contextmanager
+def reply_lost(
+    script: scripts.Script, meanwhile: Callable[[], object]
+) -> Iterator[None]:
+    """The next run of a script is carried out, and its reply is lost.
+
+    Args:
+        meanwhile: Called in between, before the loss is known.
+    """
+    client: Any = engine()._server.client
+    run = client._run
+
+    def lose(which: scripts.Script, *arguments: Any) -> Any:
+        answer = run(which, *arguments)
+        if which is not script:
+            return answer
+        client._run = run
+        meanwhile()
+        raise RedisConnectionError("reset by peer")
+
+    client._run = lose
+    yield
+    assert client._run == run
+
+
+@contextmanager
+def heard(signal: Any) -> Iterator[list[dict[str, Any]]]:
+    """Collect what a signal tells."""
+    told: list[dict[str, Any]] = []
+
+    def hear(signal: Any, sender: Any, **said: Any) -> None:
+        told.append(said)
+
+    signal.connect(hear)
+    yield told
+    signal.disconnect(hear)
+
+
+@pytest.mark.parametrize("owner", [None, "shared"])
+@pytest.mark.parametrize("successors", [1, 3])
+def test_lost_reply_to_a_release(
+    here: Any, key: str, owner: str | None, successors: int
+) -> None:
+    """Who takes the key before it is sent again doesn't make it a loss."""
+    lock = distributed_lock(key, lease=30, timeout=0, backend="second")
+    leases: list[Lease] = []
+
+    def meanwhile() -> None:
+        for _ in range(successors - 1):
+            lock.acquire().release()
+        leases.append(lock.acquire())
+
+    with (
+        heard(signals.lock_lost) as lost,
+        reply_lost(scripts.RELEASE, meanwhile),
+        distributed_lock(key, owner=owner, lease=30, timeout=0),
+    ):
+        pass
+    assert not lost
+    assert leases[0].release() is True
+
+
+@pytest.mark.parametrize("with_version", [False, True])
+def test_lost_reply_to_a_force_release(here: Any, key: str, with_version: bool) -> None:
+    """When it is sent again it ends no later grant, and tells what it has ended."""
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    version = lease.fencing_token if with_version else None
+    later = distributed_lock(key, lease=30, backend="second")
+    leases: list[Lease] = []
+    with (
+        heard(signals.lock_force_released) as forced,
+        reply_lost(scripts.FORCE_RELEASE, lambda: leases.append(later.acquire(0))),
+    ):
+        assert engine().force_release(key, version=version) is True
+    assert [each["fencing_token"] for each in forced] == [lease.fencing_token]
+    assert lease.release() is False
+    leases[0].renew()
+    assert leases[0].release() is True
 
 
 def test_clock_set_back(here: Any, key: str) -> None:
@@ -615,6 +734,39 @@ def test_try_where_all_waiters_are_dead(here: Any, key: str, permits: int) -> No
     mine.release()
 
 
+def leave_dead_waiters(key: str, number: int, name: str = "dead") -> None:
+    """Queue as processes that are killed while they wait."""
+    request = Request(key, "x", 60.0)
+    for each in range(number):
+        assert engine()._server.queue(request, f"{each:x} {name}", 20.0)[0] is False
+
+
+@pytest.mark.parametrize("end", ["released", "cooled"])
+@pytest.mark.parametrize("dead", [4, 5, 20])
+def test_many_dead_waiters_before_a_live_one(
+    here: Any, key: str, threads: Threads, dead: int, end: str
+) -> None:
+    """Who waits behind them gets a key that is free after little more than a second."""
+    cools = 0.0 if end == "released" else 2.0
+    lease = distributed_lock(key, lease=60, hold_at_least=cools).acquire(timeout=0)
+    leave_dead_waiters(key, dead)
+    patient = distributed_lock(key, backend="second", timeout=DEADLINE)
+    answer = threads().start(patient.acquire)
+    eventually(lambda: engine().waiters(key).number == dead + 1, what="the waiter")
+    lease.release()
+    with takes(at_most=cools + 5 * GRACE + SLACK):
+        answer.result(timeout=DEADLINE).release()
+
+
+def test_try_behind_many_dead_waiters(here: Any, key: str) -> None:
+    """A try is refused a free key for a moment, however many they are."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    leave_dead_waiters(key, 30)
+    lease.release()
+    lock = distributed_lock(key, timeout=0)
+    eventually(lock.try_acquire, within=6 * GRACE + SLACK, what="the grant").release()
+
+
 def test_reserved_key_is_not_polled(here: Any, key: str) -> None:
     """Who comes while the key is kept for one that has died waits without asking."""
     lease = distributed_lock(key, lease=60).acquire(timeout=0)
@@ -722,6 +874,38 @@ def test_co_owner_leaves_the_queue(here: Any, key: str) -> None:
     for waiter, theirs in zip(waiters, leases, strict=True):
         waiter.do(theirs.release)
         waiter.close()
+
+
+def test_co_owner_whose_time_is_over(here: Any, key: str, threads: Threads) -> None:
+    """Who waited behind others of its process enters if its owner has the key.
+
+    The first of that process sleeps: the release has told others when to look.
+    """
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    length = scaled(2)
+    answers = []
+    for alias, owner, timeout, before in (
+        ("third", "both", DEADLINE, 0),
+        ("second", None, DEADLINE, 3),
+        ("second", "both", length, 0),
+    ):
+        leave_dead_waiters(key, before)
+        lock = distributed_lock(key, backend=alias, owner=owner, timeout=timeout)
+        number = (engine().waiters(key).number or 0) + 1
+        answers.append(threads().start(lock.acquire))
+        if answers[2:]:
+            always(lambda: not answers[2].done(), during=0.2, what="the wait")
+        else:
+            eventually(lambda n=number: engine().waiters(key).number == n)
+    leave_dead_waiters(key, 3, "behind")
+    lease.release()
+    theirs = answers[0].result(timeout=DEADLINE)
+    with takes(at_most=length + SLACK):
+        co_owners = answers[2].result(timeout=DEADLINE)
+    assert co_owners.fencing_token == theirs.fencing_token
+    assert co_owners.release() is True
+    assert theirs.release() is True
+    answers[1].result(timeout=DEADLINE).release()
 
 
 class Interrupted(Exception):

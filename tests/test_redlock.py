@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.exceptions import RedisError
 
-from dblocks import LeaseLost, LockTimeout, distributed_lock
+from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
 from dblocks.backends.values import Grant, Request
@@ -23,7 +23,7 @@ from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
 from tests.support.services import Redis
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
-from tests.test_redis import BACKEND
+from tests.test_redis import BACKEND, heard
 
 pytestmark = pytest.mark.engine("redis")
 
@@ -256,8 +256,8 @@ def test_undo_that_comes_late(servers: list[Redis], key: str, verb: str) -> None
         return server.acquire_all(request, [key])
 
     def undo(identity: str) -> None:
-        grants = [Grant(key, "owner", None)]
-        server.release_all(grants, count=0, undo=True, identity=identity)
+        grants = [Grant(key, "owner", None, identity)]
+        server.release_all(grants, count=0, undo=True)
 
     assert ask("1")
     assert ask("2")
@@ -286,3 +286,86 @@ def test_minority_is_given_back(servers: list[Redis], key: str, permits: int) ->
             assert not redis.Redis.from_url(server.url()).hget(row, "owner")
     for lease in leases:
         assert lease.release() is True
+
+
+@pytest.mark.parametrize("verb", ["renew", "release", "enter"])
+def test_force_release_ends_a_grant_for_its_owner_too(
+    servers: list[Redis], key: str, verb: str
+) -> None:
+    """An owner that takes the key again leaves its forced lease dead."""
+    lock = distributed_lock(key, owner="worker", lease=30, timeout=0)
+    forced = lock.acquire()
+    assert backends["default"].force_release(key)
+    restarted = OtherThread()
+    again = distributed_lock(key, owner="worker", lease=30, backend="second")
+    lease = restarted.do(again.acquire, 0)
+    if verb == "renew":
+        with pytest.raises(LeaseLost):
+            forced.renew()
+    elif verb == "enter":
+        # A co-owner of the new grant, not of the one that was forced.
+        lock.acquire().release()
+    assert forced.release() is False
+    assert forced.lost_reason == "taken"
+    assert distributed_lock(key).locked()
+    restarted.do(lease.renew)
+    assert restarted.do(lease.release) is True
+    assert not distributed_lock(key).locked()
+    restarted.close()
+
+
+@pytest.mark.parametrize("owner", [None, "worker"])
+def test_reason_after_a_successor(servers: list[Redis], key: str, owner: Any) -> None:
+    """Who was forced, and others had the key since, is told that it was taken."""
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    assert backends["default"].force_release(key)
+    distributed_lock(key, owner=owner, backend="second").acquire(timeout=0).release()
+    with pytest.raises(LeaseLost) as caught:
+        lease.renew()
+    assert caught.value.reason == "taken"
+
+
+def test_co_owner_on_servers_without_the_grant(servers: list[Redis], key: str) -> None:
+    """A co-owner shares the grant of the majority, and leaves nothing elsewhere."""
+    for server in servers[3:]:
+        server.kill()
+    lease = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
+    for server in servers[3:]:
+        server.start()
+    other = OtherThread()
+    co_owner = distributed_lock(key, owner="both", lease=30, backend="second")
+    theirs = other.do(co_owner.acquire, 0)
+    assert holders(servers, key) == ["both"] * 3 + [""] * 2
+    assert lease.release() is True
+    other.do(theirs.renew)
+    assert distributed_lock(key).locked()
+    assert other.do(theirs.release) is True
+    assert set(holders(servers, key)) == {""}
+    other.close()
+
+
+def test_force_release_while_a_server_is_down(servers: list[Redis], key: str) -> None:
+    """It says that it freed the key, also if few of those in reach know the grant."""
+    for server in servers[3:]:
+        server.kill()
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    for server in servers[3:]:
+        server.start()
+    servers[0].kill()
+    assert distributed_lock(key).locked()
+    with heard(signals.lock_force_released) as forced:
+        assert backends["default"].force_release(key) is True
+        assert backends["default"].force_release(key) is False
+    assert [each["owner"] for each in forced] == [lease.owner]
+    with distributed_lock(key, backend="second", timeout=0):
+        assert lease.release() is False
+
+
+def test_force_release_of_what_no_majority_granted(
+    servers: list[Redis], key: str
+) -> None:
+    """A key that can be had isn't reported as freed."""
+    request = Request(key, "minority", 30.0, identity="1")
+    for server in backends["default"]._servers[:2]:  # type: ignore[attr-defined]
+        server.acquire(request)
+    assert backends["default"].force_release(key) is False

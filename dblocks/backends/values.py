@@ -25,14 +25,17 @@ if they haven't taken it by then, they won't.
 
 
 class Grant(NamedTuple):
-    """One grant of a key to an owner; ``version`` is the fencing token.
+    """One grant of a key to an owner.
 
-    On an engine without tokens ``version`` is ``None``.
+    Attributes:
+        version: The fencing token; ``None`` on an engine without tokens.
+        identity: There, tells this grant from others of its owner.
     """
 
     key: str
     owner: str
     version: int | None
+    identity: str = ""
 
 
 class Granted(NamedTuple):
@@ -42,14 +45,12 @@ class Granted(NamedTuple):
         limit: No renewal moves the expiry beyond this many seconds from now.
         again: The owner had the key already, in another thread or process.
         gate: The key's gate, if it was entered for this; left after the release.
-        identity: Tells this grant from others of its owner, where tokens don't.
     """
 
     grant: Grant
     limit: float
     again: bool = False
     gate: Gate | None = None
-    identity: str = ""
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class Reading:
         limit: Seconds beyond which no renewal moves the expiry.
         permit: Which permit of the lock was seen: the one that will be free first.
         owners: Who has one of the lock's permits, as far as that was seen too.
+        identity: On an engine without tokens, that of the latest grant.
     """
 
     owner: str = ""
@@ -107,6 +109,7 @@ class Reading:
     limit: float = FOREVER
     permit: int | None = None
     owners: frozenset[str] = frozenset()
+    identity: str = ""
 
     def is_had_by(self, owner: str | None) -> bool:
         """Tell whether an owner has the key, or one of its permits."""
@@ -119,12 +122,13 @@ class Reading:
 
     def reason_for(self, grant: Grant) -> str | None:
         """Return why a grant is no longer this key's, or ``None`` if it still is."""
-        if (self.owner, self.version) == (grant.owner, grant.version):
+        if (self.owner, self.version, self.identity) == grant[1:]:
             return None if self.remaining > 0 else "expired"
         if self.version is None or grant.version is None:
-            # A force release leaves the holder's name, and nothing else of the grant.
-            is_forced = self.holder and self.acquired_at is None
-            return "taken" if self.owner else "forced" if is_forced else "expired"
+            if self.owner or self.identity not in ("", grant.identity):
+                return "taken"
+            # A force release leaves no time of acquisition.
+            return "forced" if self.holder and self.acquired_at is None else "expired"
         if self.is_forced_from(grant):
             return "forced"
         return "taken" if self.version > grant.version else "expired"

@@ -194,13 +194,12 @@ class Hold:
 
     def facts(self, **more: object) -> dict[str, object]:
         """Return what the signals and the log say about it."""
-        _, owner, token = self.grant
         return {
             "key": self.key,
             "permit": self.permit,
             "backend": self.backend.alias,
-            "owner": owner,
-            "fencing_token": token,
+            "owner": self.grant.owner,
+            "fencing_token": self.grant.version,
             **more,
         }
 

@@ -121,7 +121,10 @@ class _Wait:
         if seen is not None:
             queue.saw(seen)
         await self._until_first(queue, seen)
-        if seen is None and clock.monotonic() >= attempt.give_up:
+        if attempt.owner is not None and attempt.had_to_wait:
+            # Its owner may have got the key meanwhile.
+            seen = None
+        elif seen is None and clock.monotonic() >= attempt.give_up:
             # Its time is over: what the first waiter has seen is true for all.
             seen = queue.last_seen(attempt.give_up)
         if seen is None:

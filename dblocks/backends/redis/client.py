@@ -39,14 +39,15 @@ SOCKET_TIMEOUT = 5.0
 PATIENCE = 1.0
 """Seconds for which faults that pass are sat out; longer where the caller waits."""
 
-LONGEST_PATIENCE = 10.0
-"""The most of them."""
-
 KEPT_IDLE = 64
 """Connections that are kept for the next commands."""
 
-_TRANSIENT = (ConnectionError, TimeoutError, ReadOnlyError, TryAgainError)
-_LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
+LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
+"""Faults that don't pass; they are connection errors too."""
+
+UNREACHABLE = (ConnectionError, TimeoutError)
+
+_TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError)
 
 Argument = str | bytes | int | float
 
@@ -161,23 +162,19 @@ class Client:
         arguments: Sequence[Argument] = (),
         *,
         patience: float = 0.0,
-        retried_at: int | None = None,
     ) -> Any:
         """Run a script, again where a fault may pass.
 
         Args:
             patience: For how many seconds faults may be sat out, if that is longer
-                than the client's own; at most :data:`LONGEST_PATIENCE`.
-            retried_at: Which argument tells that this may have been done before.
+                than the client's own.
         """
-        given = list(arguments)
-        patience = min(max(patience, self._patience), LONGEST_PATIENCE)
-        give_up = clock.monotonic() + patience
+        give_up = clock.monotonic() + max(patience, self._patience)
         pause = 0.0
         while True:
             try:
-                return self._run(script, keys, given)
-            except _LASTING:
+                return self._run(script, keys, arguments)
+            except LASTING:
                 raise
             except _TRANSIENT as error:
                 left = give_up - clock.monotonic()
@@ -185,8 +182,6 @@ class Client:
                 is_news = pause > 0 or not isinstance(error, ConnectionError)
                 if left <= 0 and is_news:
                     raise
-            if retried_at is not None:
-                given[retried_at] = 1
             time.sleep(max(0.0, min(left, random.uniform(0.5, 1.5) * pause)))
             pause = min(0.25, 2 * pause or 0.01)
 

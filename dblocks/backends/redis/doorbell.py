@@ -2,7 +2,7 @@
 
 A release tells the first waiter that the key is free, and keeps it for that waiter for
 a quarter of a second. It tells the next waiters when to look, one after the other, in
-case those before them have died.
+case those before them have died, and the last, in case all of these have.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from ... import clock
 from ..gates import Gate
 from ..values import Request
+from .client import LASTING, UNREACHABLE
 from .server import MICRO, Server
 
 logger = logging.getLogger("dblocks")
@@ -60,6 +61,11 @@ class Doorbell(Gate):
         self._queues = True
         try:
             self.held = self._queue(seconds)
+        except LASTING:
+            raise
+        except UNREACHABLE:
+            # The look that follows sits it out for as long as the caller waits.
+            self.held = False
         finally:
             self._leave_if_left()
 

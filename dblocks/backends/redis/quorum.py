@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -45,9 +45,6 @@ SOCKET_TIMEOUT = 0.25
 DRIFT = 0.01
 """The part of a lease by which the servers' clocks may drift apart."""
 
-MOST_NOTED = 10_000
-"""The most explicit owners' grants that are told from later ones."""
-
 workers = Workers("dblocks-redlock")
 
 
@@ -73,8 +70,6 @@ class QuorumBackend(Servers):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
         self._majority = len(self._servers) // 2 + 1
-        #: The latest grants of explicit owners, by key and owner.
-        self._identities: dict[tuple[str, str], str] = {}
 
     def _client_options(self) -> dict[str, Any]:
         times = dict.fromkeys(
@@ -153,63 +148,56 @@ class QuorumBackend(Servers):
         answers, errors = self._answers(
             lambda server: server.acquire(alone), self._servers
         )
-        granting = [s for s, each in answers.items() if isinstance(each, Granted)]
-        grants = [each for each in answers.values() if isinstance(each, Granted)]
-        limit = min((each.limit for each in grants), default=0.0)
+        granted = {s: each for s, each in answers.items() if isinstance(each, Granted)}
+        votes = Counter(each.grant for each in granted.values()).most_common(1)
+        agreed = [each for each in granted.values() if each.grant == votes[0][0]]
+        limit = min((each.limit for each in agreed), default=0.0)
         left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
-        if len(grants) >= self._majority and left > 0:
-            grant = Grant(key, request.owner, None)
-            again = any(each.again for each in grants)
-            identity, _ = Counter(each.identity for each in grants).most_common(1)[0]
-            forfeited = self._forfeited(request, grant, identity)
-            if forfeited and again:
-                self._ask(lambda server: server.forfeit(grant, forfeited))
-            return Granted(grant, limit, again=again)
-        self._undo([Grant(key, request.owner, None)], alone, granting)
+        valid = agreed if len(agreed) >= self._majority and left > 0 else []
+        useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
+        if useless or not valid:
+            # A server that lacks a co-owner's grant has made one of its own.
+            asked = [Grant(key, request.owner, None, alone.identity)]
+            self._undo(alone, asked, useless)
+        if valid:
+            return self._entered(request, valid[0]._replace(limit=limit))
         if len(answers) < self._majority:
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
-    def _forfeited(self, request: Request, grant: Grant, identity: str) -> int:
-        """Return how many holds of this very grant an explicit owner has lost here."""
-        if not request.explicit:
-            return 0
-        lost = request.forfeits(grant)
-        known = self._identities.get((grant.key, grant.owner))
-        self._note_identity(grant, identity)
-        return lost if known == identity else 0
-
-    def _note_identity(self, grant: Grant, identity: str) -> None:
-        if len(self._identities) >= MOST_NOTED:
-            # A grant of which nothing is known may count too many holds, and lapses.
-            self._identities.clear()
-        self._identities[grant.key, grant.owner] = identity
+    def _entered(self, request: Request, granted: Granted) -> Granted:
+        """Subtract the holds that an owner who has the key already has lost here."""
+        forfeited = request.forfeits(granted.grant) if granted.again else 0
+        if forfeited:
+            self._ask(lambda server: server.forfeit(granted.grant, forfeited))
+        return granted
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
         sent = clock.monotonic()
         request = replace(request, identity=_identity())
-        grants = [Grant(key, request.owner, None) for key in keys]
         answers, errors = self._answers(
             lambda server: server.acquire_all(request, keys), self._servers
         )
-        granting = [server for server, each in answers.items() if each is not None]
         granted = [each for each in answers.values() if each is not None]
         if len(granted) >= self._majority:
             limit = granted[0][0].limit
             left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
             if left > 0:
-                for grant in grants if request.explicit else ():
-                    self._note_identity(grant, request.identity)
-                return [Granted(grant, limit) for grant in grants]
-        self._undo(grants, request, granting)
+                return granted[0]
+        grants = [Grant(key, request.owner, None, request.identity) for key in keys]
+        granting = [server for server, each in answers.items() if each is not None]
+        self._undo(request, grants, dict.fromkeys(granting, grants))
         if len(answers) < self._majority:
             raise self._unanswered(errors)
         return None
 
     def _undo(
-        self, grants: Sequence[Grant], request: Request, granting: Iterable[Server]
+        self,
+        request: Request,
+        asked: Sequence[Grant],
+        granted: Mapping[Server, Sequence[Grant]],
     ) -> None:
         """Undo what was granted, or may have been; the rest lapses.
 
@@ -217,12 +205,14 @@ class QuorumBackend(Servers):
         known to have been counted now are undone. Otherwise only what this request was
         granted: a server that hung may undo after the owner has asked again.
         """
-        if request.explicit:
-            undo = partial(Server.release_all, grants=grants, count=None, undo=True)
-            self._answers(undo, granting)
-        else:
-            undo = partial(Server.release_all, grants=grants, count=0, undo=True)
-            self._answers(partial(undo, identity=request.identity), self._servers)
+        count = None if request.explicit else 0
+        if not request.explicit:
+            granted = dict.fromkeys(self._servers, asked)
+
+        def undo(server: Server) -> set[Grant]:
+            return server.release_all(granted[server], count=count, undo=True)
+
+        self._answers(undo, granted)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         return self._renew([renewal], "up" if count is None else count)
@@ -303,9 +293,8 @@ class QuorumBackend(Servers):
         self, row_key: str, version: int | None, age: float
     ) -> tuple[str, str, int | None] | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))
-        return self._described(
-            answers.values(), len(self._servers) - self._majority + 1
-        )
+        # With fewer that had a grant, a majority of those in reach was free before.
+        return self._described(answers.values(), len(answers) - self._majority + 1)
 
     def _described(
         self, answers: Iterable[tuple[str, str, int] | None], least: int

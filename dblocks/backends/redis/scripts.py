@@ -2,16 +2,18 @@
 
 A lock's keys share a hash tag, so that a cluster has them in one place:
 
-* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version;
+* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
+  an id, the mark of a grant where versions aren't, and the last acts that released it;
 * ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
 * ``…:alive``, a hash: until when each of them is thought to wait;
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
   it is kept for them;
 * ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
-* ``…:done:ACT``, for half a minute: that holds were counted down by this act.
+* ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
 With each quarter of a second for which a key has been free, one more of those who wait
-may take it, and in the end one who doesn't wait: those before it may be dead.
+may take it, after a second all of them, and in the end those who don't wait: those
+before them may be dead.
 
 Moments are microseconds of the server's clock. A version is the moment of its grant,
 or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
@@ -50,10 +52,15 @@ end
 
 local function describe(row)
   local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
-    'expires', 'max_until', 'count', 'requested')
+    'expires', 'max_until', 'count', 'requested', 'id')
   if not f[4] then return {} end
   return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
-    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9])}
+    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9]), f[10] or ''}
+end
+
+-- Begins with the fields 'owner', 'version', 'id'. A mark is a version or an id.
+local function is_grant(f, owner, mark)
+  return f[1] == owner and (f[2] == mark or f[3] == mark)
 end
 
 local function first(queue, alive)
@@ -79,11 +86,19 @@ local function let_in(queue, alive, rung, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
--- The next are told when to look, in turn: those before them may be dead.
-local function alert(queue, from)
-  for place, ticket in ipairs(redis.call('ZRANGE', queue, 0, NEXT - 1)) do
-    tell(queue, ticket, whole(from - now + (place - 1) * GRACE))
+local function tell_in_turn(queue, first, last, from)
+  for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
+    tell(queue, ticket, whole(from - now + (number - 1) * GRACE))
   end
+end
+
+-- The next are told when to look: those before them may be dead. So are the last, who
+-- are the likeliest to be alive if all of these are dead.
+local function alert(queue, from)
+  tell_in_turn(queue, 0, NEXT - 1, from)
+  local size = redis.call('ZCARD', queue)
+  local late = from + (NEXT + 1) * GRACE
+  tell_in_turn(queue, math.max(NEXT, size - NEXT), -1, late)
 end
 
 -- The first is told that the key is free, and has it kept for a while.
@@ -106,10 +121,11 @@ local function place_of(queue, alive, ticket)
   return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
 end
 
+local function done(queue, act) return string.sub(queue, 1, -6) .. 'done:' .. act end
+
 -- What counts down must not do so again when it is sent again.
 local function is_repeated(queue, act)
-  local name = string.sub(queue, 1, -6) .. 'done:' .. act
-  return not redis.call('SET', name, 1, 'NX', 'PX', 30000)
+  return not redis.call('SET', done(queue, act), 1, 'NX', 'PX', 30000)
 end
 """
 
@@ -140,14 +156,17 @@ for i = 0, size - 1 do
     local max_until = number(f[4])
     if explicit then
       redis.call('HINCRBY', row, 'count', 1)
-    elseif id > (f[5] or '') then
+    end
+    if explicit or id <= (f[5] or '') then
+      id = f[5] or ''
+    else
       -- Asked again: what undoes the earlier request must not undo this one.
       redis.call('HSET', row, 'id', id)
     end
     expires = math.max(expires, math.min(now + lease, max_until))
     redis.call('HSET', row, 'expires', whole(expires))
     keep(row, expires)
-    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, f[5] or ''}
+    return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, id}
   elseif not soonest or expires < expires_first then
     soonest, expires_first = permit, expires
   end
@@ -159,7 +178,8 @@ end
 
 local queued = redis.call('EXISTS', queue, rung) > 0
 if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
-  local turn = since + place_of(queue, alive, ticket) * GRACE
+  local place = place_of(queue, alive, ticket)
+  local turn = since + math.min(place, NEXT + (ticket == '' and 3 or 1)) * GRACE
   if reserved(rung) >= free or turn > now then
     return {0, chosen, describe(KEYS[5 + chosen])}
   end
@@ -223,26 +243,27 @@ Keys: queue, rung and row of each. Arguments: as for one key, up to the id.
 """
 
 RELEASE = _script("""
-local left, undo, retried = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3] == '1'
-local act = ARGV[4]
+local left, undo, act = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3]
 local answers = {}
 
 for i = 1, #KEYS / 4 do
   local queue, alive, rung, row = unpack(KEYS, 4 * i - 3, 4 * i)
-  local owner, version = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
-  local f = redis.call('HMGET', row, 'owner', 'version', 'count', 'min_until', 'id')
-  local same = version == '' or f[2] == version or f[5] == version
-  local current = same and f[1] == owner
-  -- Of a version, only the lost reply of this very release leaves no owner.
-  answers[i] = (current or (same and f[1] == '' and retried)) and 1 or 0
+  local owner, mark = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count', 'min_until',
+    'acts')
+  local current, acts = is_grant(f, owner, mark), f[6] or ''
+  -- When it is sent again, others may have had the key since.
+  answers[i] = (current or string.find(acts, act, 1, true)) and 1 or 0
   if current then
-    local count = left or number(f[3]) - (is_repeated(queue, act) and 0 or 1)
+    -- Not longer than 64 bytes, which Redis keeps in less space.
+    acts = string.sub(act .. acts, 1, 64)
+    local count = left or number(f[4]) - (is_repeated(queue, act) and 0 or 1)
     if count > 0 then
-      redis.call('HSET', row, 'count', count)
+      redis.call('HSET', row, 'count', count, 'acts', acts)
     else
-      local free_at = undo and now or math.max(now, number(f[4]))
+      local free_at = undo and now or math.max(now, number(f[5]))
       redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at),
-        'requested', 0)
+        'requested', 0, 'id', undo and '' or f[3] or '', 'acts', acts)
       keep(row, free_at)
       if redis.call('EXISTS', queue) > 0 then
         if free_at <= now then
@@ -259,19 +280,18 @@ return answers
 """Give back holds.
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
-to count down; whether they don't cool; whether this was sent before; an id of this
-act; owner, and version or id (nothing: any), of each.
+to count down; whether they don't cool; an id of this act; owner and mark of each.
 """
 
 RENEW = _script("""
 local answers = {}
 for i, row in ipairs(KEYS) do
-  local owner, version, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
-  local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'max_until',
+  local owner, mark, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
+  local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'expires', 'max_until',
     'requested')
-  local expires = number(f[3])
-  if f[1] == owner and (version == '' or f[2] == version) and expires > now then
-    expires = math.max(expires, math.min(now + lease, number(f[4])))
+  local expires = number(f[4])
+  if is_grant(f, owner, mark) and expires > now then
+    expires = math.max(expires, math.min(now + lease, number(f[5])))
     redis.call('HSET', row, 'expires', whole(expires))
     keep(row, expires)
     if ARGV[1] == 'up' then
@@ -279,7 +299,7 @@ for i, row in ipairs(KEYS) do
     elseif ARGV[1] ~= '' then
       redis.call('HSET', row, 'count', ARGV[1])
     end
-    answers[i] = number(f[5]) > 0 and 2 or 1
+    answers[i] = number(f[6]) > 0 and 2 or 1
   else
     answers[i] = describe(row)
   end
@@ -289,20 +309,19 @@ return answers
 """Extend grants; 2 of those whose holder is asked to finish, 1 of others.
 
 Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or nothing;
-owner, version (nothing: any) and lease of each.
+owner, mark and lease of each.
 """
 
 FORFEIT = _script("""
 local queue, row = KEYS[1], KEYS[2]
-local f = redis.call('HMGET', row, 'owner', 'version', 'count')
-local current = f[1] == ARGV[1] and (ARGV[2] == '' or f[2] == ARGV[2])
-if current and not is_repeated(queue, ARGV[4]) then
-  redis.call('HSET', row, 'count', math.max(1, number(f[3]) - ARGV[3]))
+local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count')
+if is_grant(f, ARGV[1], ARGV[2]) and not is_repeated(queue, ARGV[4]) then
+  redis.call('HSET', row, 'count', math.max(1, number(f[4]) - ARGV[3]))
 end
 """)
 """Count holds of a grant no more.
 
-Keys: queue, row. Arguments: owner, version, how many, an id of this act.
+Keys: queue, row. Arguments: owner, mark, how many, an id of this act.
 """
 
 READ = _script("""
@@ -404,6 +423,9 @@ FORCE_RELEASE = _script("""
 local queue, alive, rung, row = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local f = redis.call('HMGET', row, 'owner', 'version', 'acquired', 'expires', 'holder')
 local version, acquired = number(f[2]), number(f[3])
+local act = done(queue, ARGV[3])
+local ended = redis.call('LRANGE', act, 0, -1)
+if ended[1] then return {ended[1], ended[2], number(ended[3])} end
 if f[1] == '' and number(f[4]) <= now then return {} end
 if not f[2] or (ARGV[1] ~= '' and f[2] ~= ARGV[1]) then return {} end
 if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
@@ -411,11 +433,13 @@ redis.call('HSET', row, 'owner', '', 'count', 0, 'version', whole(version + 1),
   'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0,
   'requested', 0)
 keep(row, now)
+redis.call('RPUSH', act, f[1], f[5], f[2])
+redis.call('PEXPIRE', act, 30000)
 ring(queue, alive, rung)
 return {f[1], f[5], version}
 """)
 """Free a key over its holder's head.
 
 Keys: queue, alive, rung, row. Arguments: the version, or nothing for any; how long it
-must have been held.
+must have been held; an id of this act.
 """

@@ -93,20 +93,20 @@ class Server:
             permit = None if request.permits == 1 else answer[1]
             return replace(self._reading(answer[2]), permit=permit)
         _, _, version, limit, again, identity = answer
-        granted = self._granted(key, request, version, limit)
-        return granted._replace(again=bool(again), identity=identity.decode())
+        grant = self._grant(key, request.owner, version, identity.decode())
+        return Granted(grant, limit / MICRO, again=bool(again))
 
-    def _granted(self, key: str, request: Request, version: int, limit: int) -> Granted:
-        token = version if self._has_tokens else None
-        grant = Grant(key, request.owner, token)
-        return Granted(grant, limit / MICRO, identity=request.identity)
+    def _grant(self, key: str, owner: str, version: int, identity: str) -> Grant:
+        if self._has_tokens:
+            return Grant(key, owner, version)
+        return Grant(key, owner, None, identity)
 
     def forfeit(self, grant: Grant, holds: int) -> None:
         """Subtract holds from the count of an explicit owner's grant."""
         self.client.run(
             scripts.FORFEIT,
             [self._queue(apart(grant.key)[0])[0], self.row(grant.key)],
-            [grant.owner, _version(grant), holds, _act()],
+            [grant.owner, _mark(grant), holds, _act()],
         )
 
     def acquire_all(
@@ -121,35 +121,25 @@ class Server:
         versions = self.client.run(scripts.ACQUIRE_ALL, names, terms, patience=patience)
         if not versions:
             return None
-        limit = int(terms[2])
+        owner, identity, limit = request.owner, request.identity, int(terms[2]) / MICRO
         return [
-            self._granted(key, request, version, limit)
+            Granted(self._grant(key, owner, version, identity), limit)
             for key, version in zip(keys, versions, strict=True)
         ]
 
     def release_all(
-        self,
-        grants: Sequence[Grant],
-        *,
-        count: int | None,
-        undo: bool = False,
-        identity: str = "",
+        self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
     ) -> set[Grant]:
-        """Release one hold of each, or all but ``count``; return the current ones.
-
-        Args:
-            identity: Only of grants that have it.
-        """
+        """Release one hold of each, or all but ``count``; return the current ones."""
         names: list[str] = []
         owners: list[str | int] = []
         for grant in grants:
             names += [*self._queue(apart(grant.key)[0]), self.row(grant.key)]
-            owners += grant.owner, identity or _version(grant)
+            owners += grant.owner, _mark(grant)
         answers = self.client.run(
             scripts.RELEASE,
             names,
-            ["" if count is None else count, int(undo), 0, _act(), *owners],
-            retried_at=2,
+            ["" if count is None else count, int(undo), _act(), *owners],
         )
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
@@ -159,7 +149,7 @@ class Server:
         for batch in _batches(renewals):
             arguments: list[str | int] = [count]
             for grant, lease in batch:
-                arguments += grant.owner, _version(grant), _micro(lease)
+                arguments += grant.owner, _mark(grant), _micro(lease)
             rows = [self.row(grant.key) for grant, _ in batch]
             answers = self.client.run(scripts.RENEW, rows, arguments)
             for (grant, _), answer in zip(batch, answers, strict=True):
@@ -229,7 +219,7 @@ class Server:
     def _reading(self, answer: Sequence[Any]) -> Reading:
         if not answer:
             return Reading()
-        owner, holder, note, version, acquired, remaining, limit, *_ = answer
+        owner, holder, note, version, acquired, remaining, limit, *_, identity = answer
         return Reading(
             owner=owner.decode(),
             holder=holder.decode(),
@@ -238,6 +228,7 @@ class Server:
             acquired_at=_moment(acquired),
             remaining=remaining / MICRO,
             limit=limit / MICRO,
+            identity="" if self._has_tokens else identity.decode(),
         )
 
     # Operators
@@ -312,7 +303,7 @@ class Server:
             self.client.run(
                 scripts.FORCE_RELEASE,
                 [*self._queue(apart(row_key)[0]), self.row(row_key)],
-                ["" if version is None else version, _micro(age)],
+                ["" if version is None else version, _micro(age), _act()],
             )
         )
 
@@ -332,8 +323,8 @@ def _micro(seconds: float) -> int:
     return round(seconds * MICRO)
 
 
-def _version(grant: Grant) -> int | str:
-    return "" if grant.version is None else grant.version
+def _mark(grant: Grant) -> int | str:
+    return grant.identity if grant.version is None else grant.version
 
 
 def _terms(request: Request) -> list[str | int]:
