@@ -218,6 +218,7 @@ def test_faults_are_sat_out_while_the_caller_waits(settings: Any, key: str) -> N
     with Redis() as server:
         use(settings, server.url())
         token_of(key)
+        eventually(server.has_written, what="all in the file")
         server.kill()
         back = threading.Timer(11, server.start)
         back.start()
