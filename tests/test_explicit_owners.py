@@ -261,22 +261,6 @@ def test_count_starts_from_one(
 
 
 @pytest.mark.database_backend
-def test_released_beside_a_co_owner(
-    backend: str, acquire: Leases, obtainable: Obtainable, key: str
-) -> None:
-    """What was lost is counted no more once it is released, though others hold on."""
-    lost = acquire(owner=OWNER, lease=60, renew=False)
-    row = locks.acquire(key, owner=OWNER, lease=600)
-    assert row is not None
-    move_clock(57, backend=backend)
-    assert lost.release() is False
-    assert lost.lost_reason == "expired"
-    assert stored(key).hold_count == 1
-    assert locks.release(key, owner=OWNER, version=row.version)
-    assert obtainable()
-
-
-@pytest.mark.database_backend
 def test_taken_again_while_the_row_is_locked(
     two_writers: None, backend: str, lock: Locks, other: OtherThread, key: str
 ) -> None:

@@ -11,7 +11,6 @@ import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -345,30 +344,19 @@ class Hold:
         if self.counted == 0:
             registry.discard(self)
         if self.lost_reason is not None and not final:
-            self._write_overdue()
             return False
         if self.written <= self.counted:
             return True
         self.written -= 1
         return None
 
-    def _write_overdue(self) -> None:
-        """Count down what was lost by time alone: a co-owner may have the grant."""
-        if self.explicit and self._end.get("as") == ["expired"] and self._redeem():
-            with suppress(*self.backend.errors):
-                self.backend.release(self.grant, count=None, deadline=self.deadline)
-
-    def _redeem(self) -> bool:
-        """Tell whether the engine still counts an acquisition that was lost."""
-        forfeited = registry.take_forfeited(self.backend, self.grant)
-        if forfeited:
-            registry.note_forfeited(self, forfeited - 1)
-        return bool(forfeited)
-
     def _write_release(self) -> bool:
-        if self.explicit and self._end and not self._redeem():
-            # Overdue, but guarded; another hold of the owner has released it.
-            return True
+        if self.explicit and self._end:
+            # Overdue, but guarded. Another hold of the owner may have released it.
+            forfeited = registry.take_forfeited(self.backend, self.grant)
+            if not forfeited:
+                return True
+            registry.note_forfeited(self, forfeited - 1)
         try:
             held = self.backend.release(
                 self.grant,
