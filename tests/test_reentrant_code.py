@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from django.db import connection, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblocks import Lease, LeaseLost, LockError, distributed_lock
 from dblocks.models import DistributedLock
@@ -285,3 +286,33 @@ def test_renewal_knows_its_own_result(
         lease.renew()
     interruptions.disarm()
     assert not lease.held
+
+
+@pytest.mark.timeout(20)
+def test_interrupted_in_djangos_mutex(
+    committed: None, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that interrupts Django's connection with its mutex locked may use locks.
+
+    A signal's handler does, since Python 3.14 runs one there.
+    """
+    validate = BaseDatabaseWrapper.validate_thread_sharing
+    inner: list[Lease | None] = []
+
+    def interrupted(self: Any) -> None:
+        if not inner:
+            inner.append(None)
+            with self._thread_sharing_lock:
+                inner[0] = distributed_lock(f"{key}!", timeout=0).acquire()
+        validate(self)
+
+    for name in (key, f"{key}!"):
+        distributed_lock(name).acquire(timeout=0).release()
+    monkeypatch.setattr(BaseDatabaseWrapper, "validate_thread_sharing", interrupted)
+    with distributed_lock(key, timeout=0) as outer:
+        assert inner[0] is not None
+        for lease in (outer, inner[0]):
+            assert stored(lease.key).owner == lease.owner
+        assert inner[0].release() is True
+    assert not distributed_lock(key).locked()
+    assert connection.connection is not None

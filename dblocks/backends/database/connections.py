@@ -331,13 +331,24 @@ def _spare(connection: Connection) -> Connection | None:
         # Waiters must not use up the pool, and holders must be able to release.
         alias = connection.alias
         return idle.find(alias) or separate_connection(alias)
-    if connection in _thread.busy and dialects.of(connection).has_row_locks:
+    if connection not in _thread.busy:
+        return None
+    if dialects.of(connection).has_row_locks:
         return separate_connection(connection.alias)
-    return None
+    if connection.in_atomic_block:
+        return None
+    # SQLite's one writer may be at work. Another object, because the interrupted code
+    # may have the mutex of Django's: since Python 3.14, signal handlers run there.
+    twin = connection.copy()
+    twin.connection, twin.autocommit = connection.connection, connection.autocommit
+    return twin
 
 
 def _put_away(spare: Connection, *, served: bool) -> None:
-    if served and _would_use_pool(connections[spare.alias]):
+    if any(spare.connection is busy.connection for busy in _thread.busy):
+        # What was interrupted goes on with it.
+        spare.connection = None
+    elif served and _would_use_pool(connections[spare.alias]):
         idle.give_back(spare)
     else:
         idle.drop(spare)
