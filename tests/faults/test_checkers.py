@@ -19,7 +19,7 @@ from tests.faults.kinds import Asked, grants_in, row_of
 from tests.faults.kinds import kinds as each_kind
 from tests.support import timing
 from tests.support.factories import AccountFactory, let_expire
-from tests.support.timing import DEADLINE, eventually, takes
+from tests.support.timing import DEADLINE, eventually, scaled, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -104,7 +104,7 @@ def test_planted_token(
 def test_planted_lost_update(crew: Crew, key: str) -> None:
     """An account that somebody sets back has less than was acknowledged."""
     account = AccountFactory()
-    until = time.monotonic() + 0.3
+    until = time.monotonic() + scaled(2)
     row = {"key": key, "account": account.pk, "mode": "guard", "until": until}
     crew.finish([crew.fork("update", **row, seed=1)])
     account.refresh_from_db()
@@ -215,7 +215,7 @@ def test_planted_lapse(crew: Crew, key: str) -> None:
 
 def test_planted_loss_at_the_release(crew: Crew, key: str) -> None:
     """So does a lock that is gone when it is to be given back."""
-    until = time.monotonic() + 0.5
+    until = time.monotonic() + scaled(3)
     holder = crew.fork("hold", key=key, until=until)
     holder.expect("held")
     assert DistributedLock.objects.force_release(key)

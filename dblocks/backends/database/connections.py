@@ -339,7 +339,7 @@ def _spare(connection: Connection) -> Connection | None:
         return None
     # SQLite's one writer may be at work. Another object, because the interrupted code
     # may have the mutex of Django's: since Python 3.14, signal handlers run there.
-    twin = connection.copy()
+    twin: Connection = connection.copy()
     twin.connection, twin.autocommit = connection.connection, connection.autocommit
     return twin
 
