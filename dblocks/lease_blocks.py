@@ -277,10 +277,10 @@ class LeaseBlock(ABC):
     def _undo(self) -> None:
         """Give it back before anybody has it."""
         closed = [each for each in self._each() if each._close()]
-        give_back([each._hold for each in closed])
-        for each in closed:
-            if not each._hold.counted and each.lost_reason is None:
-                each._tell_released()
+        if give_back([each._hold for each in closed]):
+            for each in closed:
+                if not each._hold.counted and each.lost_reason is None:
+                    each._tell_released()
 
     def _forsake(self) -> None:
         """Give up what is still open without a word to the engine: it lapses."""

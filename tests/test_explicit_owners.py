@@ -284,22 +284,6 @@ def test_taken_again_while_the_row_is_locked(
 
 
 @pytest.mark.database_backend
-def test_taken_again_under_another_alias(
-    backend: str, lock: Locks, key: str, settings: Any
-) -> None:
-    """Two backends that keep their locks in one database share what was lost."""
-    settings.DBLOCKS = {**settings.DBLOCKS, "default": {}, "jobs": {}}
-    lost = lock(owner=OWNER, lease=60, renew=False).acquire(timeout=0)
-    move_clock(57, backend=backend)
-    assert not lost.held
-    lease = distributed_lock(key, owner=OWNER, backend="jobs").acquire(timeout=0)
-    assert stored(key).hold_count == 1
-    assert lost.release() is False
-    assert lease.release() is True
-    assert not lock().locked()
-
-
-@pytest.mark.database_backend
 def test_re_entered_beside_a_co_owner(acquire: Leases, key: str) -> None:
     """Re-entering here doesn't forget what the owner holds in another process."""
     first = acquire(owner=OWNER)

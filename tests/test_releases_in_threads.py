@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -146,4 +148,23 @@ def test_entered_again_beside_a_release(
     assert outer.release() is True
     assert not obtainable()
     assert again.release() is True
+    assert obtainable()
+
+
+@pytest.mark.needs("has_shared_owners")
+def test_threads_of_one_owner_come_and_go(
+    lock: Locks, threads: Threads, obtainable: Obtainable
+) -> None:
+    """Whoever enters while others leave is counted until it leaves, and no longer."""
+    chance = random.Random(20240229)
+    pauses = [[chance.uniform(0, 0.002) for _ in range(40)] for _ in range(3)]
+
+    def visit(pauses: list[float]) -> None:
+        for pause in pauses:
+            with lock(owner="importer", lease=60, timeout=DEADLINE):
+                time.sleep(pause)
+
+    visits = [threads().start(visit, each) for each in pauses]
+    for visited in visits:
+        visited.result(DEADLINE)
     assert obtainable()

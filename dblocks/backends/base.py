@@ -93,11 +93,6 @@ class BaseBackend(ABC):
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
 
-    @property
-    def kept_in(self) -> object:
-        """What the locks are kept in; backends with the same one share them."""
-        return self
-
     def check_terms(  # noqa: B027
         self, *, lease: float, renew: bool, hold_at_least: float, owner: str | None
     ) -> None:

@@ -277,18 +277,15 @@ class Hold:
         transaction, if a guard of that transaction has the row pinned, or if another
         thread is writing the row and waits, perhaps for that transaction.
         """
-        can_write = self.backend.can_write()
-        if not self._count_one_more(claim):
-            return False
-        writes = False
+        turn = self.backend.can_write() and self.mutex.acquire(timeout=LONGEST_TURN)
         try:
-            writes = can_write and self.mutex.acquire(timeout=LONGEST_TURN)
-            return self._write_entry(claim, patience) if writes else True
-        except BaseException:
-            self._count_one_less()
-            raise
+            # Not before its turn: a release meanwhile would leave what is counted here
+            # to be released later, and not know that the row doesn't count it yet.
+            if not self._count_one_more(claim):
+                return False
+            return self._write_entry(claim, patience) if turn else True
         finally:
-            if writes:
+            if turn:
                 self.mutex.release()
 
     def _count_one_more(self, claim: Claim) -> bool:
@@ -307,19 +304,23 @@ class Hold:
     def _write_entry(self, claim: Claim, patience: float) -> bool:
         sent, lease = clock.monotonic(), claim.terms.lease
         counted = self.counted
-        outcome = self.backend.reenter(
-            self.renewal(lease), None if self.explicit else counted, patience
-        )
+        try:
+            outcome = self.backend.reenter(
+                self.renewal(lease), None if self.explicit else counted, patience
+            )
+        except BaseException:
+            self.forsake()
+            raise
         if self.grant in outcome.lost:
-            self._count_one_less()
             self.lose(outcome.lost[self.grant])
-            return False
-        if self.grant in outcome.extended:
+        elif self.grant not in outcome.extended:
+            return True
+        else:
             self.written = self.written + 1 if self.explicit else counted
-            if not self.extend(sent, lease):
-                self._count_one_less()
-                return False
-        return True
+            if self.extend(sent, lease):
+                return True
+        self._count_one_less()
+        return False
 
     def release(self, committed: bool = False) -> bool:
         """Release one acquisition; tell whether it was held until now.

@@ -33,9 +33,8 @@ class Registry:
         self._mutex = threading.RLock()
         self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._all: set[weakref.ref[Hold]] = set()
-        #: How many holds of a grant were lost here, by what it is kept in, and until
-        #: when that matters.
-        self._forfeited: dict[tuple[object, Grant], tuple[int, float]] = {}
+        #: How many holds of a grant were lost here, and until when that matters.
+        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
 
     def add(self, hold: Hold) -> None:
         """Remember a hold; an older one of another grant has been overtaken."""
@@ -69,13 +68,12 @@ class Registry:
     def _forfeit(
         self, backend: BaseBackend, grant: Grant, holds: int, until: float
     ) -> None:
-        lost = backend.kept_in, grant
-        others = self._forfeited.get(lost, (0, 0.0))[0]
-        self._forfeited[lost] = others + holds, until
+        others, longer = self._forfeited.get((backend, grant), (0, until))
+        self._forfeited[backend, grant] = others + holds, max(until, longer)
 
     def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
         """Return how many holds of a grant were lost here, to subtract them once."""
-        return self._forfeited.pop((backend.kept_in, grant), (0, 0.0))[0]
+        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
 
     def return_forfeited(self, backend: BaseBackend, grant: Grant, holds: int) -> None:
         """Remember holds again that could not be subtracted."""

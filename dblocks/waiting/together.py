@@ -69,13 +69,15 @@ def _undo(found: Any) -> None:
         give_back(found)
 
 
-def give_back(holds: list[Hold]) -> None:
-    """Undo acquisitions that nobody receives; what fails is left to lapse."""
+def give_back(holds: list[Hold]) -> bool:
+    """Undo acquisitions that nobody receives; ``False`` if they are left to lapse."""
     try:
         undo_together(holds)
     except Exception as error:
         for hold in holds:
             log_lapse(hold, error)
+        return False
+    return True
 
 
 class _Together:

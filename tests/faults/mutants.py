@@ -279,8 +279,8 @@ MUTANTS = [
     Mutant(
         "a re-entry counts from the answer",
         HOLDS,
-        "if not self.extend(sent, lease):\n",
-        "if not self.extend(clock.monotonic(), lease):\n",
+        "if self.extend(sent, lease):\n",
+        "if self.extend(clock.monotonic(), lease):\n",
         ("tests/faults/test_late_answers.py::test_answer_to_a_re_entry",),
         quick=SQLITE,
     ),

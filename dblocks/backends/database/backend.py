@@ -90,10 +90,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         return DEFAULT_DB_ALIAS if alias is None else alias
 
     @property
-    def kept_in(self) -> object:
-        return "database", self.using
-
-    @property
     def system(self) -> str:  # type: ignore[override]
         return dialects.known(connections[self.using]).name
 

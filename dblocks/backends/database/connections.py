@@ -345,7 +345,8 @@ def _spare(connection: Connection) -> Connection | None:
 
 
 def _put_away(spare: Connection, *, served: bool) -> None:
-    if any(spare.connection is busy.connection for busy in _thread.busy):
+    raw = spare.connection
+    if raw is not None and any(raw is busy.connection for busy in _thread.busy):
         # What was interrupted goes on with it.
         spare.connection = None
     elif served and _would_use_pool(connections[spare.alias]):
