@@ -54,6 +54,13 @@ def engine(alias: str = "zookeeper") -> Any:
     return backends[alias]
 
 
+def queued(thread: OtherThread, lock: Lock, key: str) -> Any:
+    """Have a thread wait for a key, alone; the future of its lease."""
+    waiting = thread.start(lock.acquire, timeout=DEADLINE)
+    eventually(lambda: engine().waiters(key).number == 1)
+    return waiting
+
+
 def session(alias: str = "zookeeper") -> sessions.Session:
     return sessions.session(engine(alias)._address)
 
@@ -370,8 +377,7 @@ def test_listing_of_waiters(
     """So are those who wait, but for those behind another one of their process."""
     assert engine().waiters(key).number == 0
     lease = acquire()
-    waiting = threads().start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(threads(), lock(), key)
     _, since, names = engine().waiters(key)
     assert abs(since.timestamp() - time.time()) < SLACK
     assert [str(os.getpid()) in name for name in names] == [True]
@@ -411,8 +417,7 @@ def test_force_release_under_a_waiter(
 ) -> None:
     """The next one is let in at once."""
     lease = acquire(renew=False)
-    waiting = other.start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(other, lock(), key)
     with takes(at_most=scaled(0.3)):
         assert engine().force_release(key)
         theirs = waiting.result(DEADLINE)
@@ -431,8 +436,7 @@ def test_force_release_of_what_is_just_granted(
 ) -> None:
     """The time for which somebody has waited isn't the age of the grant."""
     lease = acquire()
-    waiting = other.start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(other, lock(), key)
     time.sleep(0.3)
     mine, freed = session(), []
     write = mine.write
@@ -723,8 +727,7 @@ def test_expired_session_of_a_waiter(
     worker.expect("held")
     thread = OtherThread()
     try:
-        waiting = thread.start(lock().acquire, timeout=DEADLINE)
-        eventually(lambda: engine().waiters(key).number == 1)
+        waiting = queued(thread, lock(), key)
         expire()
         eventually(lambda: engine().waiters(key).number == 1)
         time.sleep(0.3)
@@ -1012,8 +1015,7 @@ def test_lost_reply_to_a_waiter(
     """It has one place in the queue."""
     lease = acquire()
     lose_reply("Transaction")
-    waiting = other.start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(other, lock(), key)
     time.sleep(0.3)
     assert len(places(key)) == 2
     lease.release()
@@ -1032,8 +1034,7 @@ def test_lost_reply_to_a_force_release(
 ) -> None:
     """It ends one grant, and reports that one, although the next one has the key."""
     lease = acquire(renew=False)
-    waiting = other.start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(other, lock(), key)
     mine, reported = session(), []
     remove = mine.remove
 
@@ -1070,8 +1071,7 @@ def test_lost_reply_to_a_request(
 ) -> None:
     """It asks the holder to finish, and not the next one."""
     lease = acquire()
-    waiting = other.start(lock().acquire, timeout=DEADLINE)
-    eventually(lambda: engine().waiters(key).number == 1)
+    waiting = queued(other, lock(), key)
     mine = session()
     rewrite = mine.rewrite
 

@@ -78,8 +78,9 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
 def grant(connection: Connection, request: Request, key: str) -> Grant | None:
     """Grant a free row: that of the request's key, or of one of its permits."""
     sql, values = granting(connection, request, "grant")
+    values["key"] = key
     try:
-        version = new_version(connection, sql, {**values, "key": key})
+        version = new_version(connection, sql, values)
     except DatabaseError as error:
         if not dialects.of(connection).means_taken(error):
             raise
@@ -290,7 +291,7 @@ def renew(
         for batch in _batches(grants):
             _renew_batch(connection, outcome, batch, lease, wait, overdue)
     rest = [g for each in alike.values() for g in each if g not in outcome.extended]
-    seen = read_all(connection, [g.key for g in rest])
+    seen = read_all(connection, [grant.key for grant in rest])
     for grant in rest:
         reason = seen.get(grant.key, Reading()).reason_for(grant)
         if reason is not None:
@@ -335,10 +336,9 @@ def _renew_batch(
     else:
         extended, told = _extended(connection, sql, values, grants, lease)
         outcome.extended |= extended
+        requested = statements.of(dialect).requested(len(slots))
         # Of one at least, perhaps of an earlier renewal in this session.
-        is_any = told == dialect.asked
-        texts = _texts(connection).requested(len(slots))
-        asked = fetch(connection, texts, values) if is_any else []
+        asked = fetch(connection, requested, values) if told == dialect.asked else []
     outcome.requested |= _those_in(asked, grants)
 
 
