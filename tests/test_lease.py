@@ -15,6 +15,7 @@ from django.db.backends.utils import CursorWrapper
 import dblocks
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
 from dblocks.conf import backends
+from dblocks.test import move_clock
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, STEP, always, eventually, scaled
 
@@ -256,6 +257,22 @@ def test_no_loss_without_loss(acquire: Leases) -> None:
     lease.on_lost(losses)
     lease.release()
     always(lambda: not losses.calls and lease.lost_reason is None, during=scaled(0.6))
+
+
+@pytest.mark.needs("has_own_leases", "has_movable_clock")
+@pytest.mark.parametrize("owner", [None, "importer"])
+def test_others_see_what_an_inner_acquisition_renews(
+    backend: str, acquire: Leases, obtainable: Obtainable, owner: str | None
+) -> None:
+    """Entering again extends the lease, for the holder and for everybody else."""
+    outer = acquire(owner=owner, lease=60, renew=False)
+    move_clock(40, backend=backend)
+    inner = acquire(owner=owner, lease=60, renew=False)
+    move_clock(40, backend=backend)
+    assert outer.held
+    assert not obtainable()
+    assert inner.release() is True
+    assert outer.release() is True
 
 
 @pytest.mark.parametrize("place", ["by itself", "in its block"])
