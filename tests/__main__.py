@@ -26,6 +26,7 @@ from tests.configurations import (
     CONFIGURATIONS,
     SECONDS_OF_FAULTS,
     SECONDS_OF_TOPOLOGIES,
+    SHARE,
     TOPOLOGIES,
     Configuration,
     seconds,
@@ -271,11 +272,11 @@ def divided(
         paths = [TOPOLOGIES / f"test_{name}.py" for name in configuration.topologies]
         yield SECONDS_OF_TOPOLOGIES, [str(path) for path in paths]
     else:
-        modules = configuration.modules(
-            brief=configuration.name in options.brief,
-            short=configuration.name in options.short,
-        )
-        for share in shares(modules):
+        brief = configuration.name in options.brief
+        short = configuration.name in options.short
+        # Where there are few runs, shorter ones keep the processors busy.
+        length = SHARE / 2 if brief or short else SHARE
+        for share in shares(configuration.modules(brief=brief, short=short), length):
             yield seconds(share), [f"tests/test_{name}.py" for name in share]
 
 

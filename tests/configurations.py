@@ -308,9 +308,9 @@ def seconds(modules: Iterable[str]) -> int:
     return sum(SECONDS.get(name, FEW_SECONDS) for name in modules)
 
 
-def shares(modules: Collection[str]) -> list[list[str]]:
-    """Divide modules into runs of nearly the same length."""
-    found: list[list[str]] = [[] for _ in range(math.ceil(seconds(modules) / SHARE))]
+def shares(modules: Collection[str], length: float) -> list[list[str]]:
+    """Divide modules into runs of nearly the same length, in seconds at most."""
+    found: list[list[str]] = [[] for _ in range(math.ceil(seconds(modules) / length))]
     for name in sorted(modules, key=lambda name: seconds([name]), reverse=True):
         min(found, key=seconds).append(name)
     return found

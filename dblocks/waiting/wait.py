@@ -212,12 +212,12 @@ class _Wait:
             if not let_in:
                 seen = await self.place.call(self._read)
                 queue.saw(seen)
+            overdue = seen.remaining <= -PINNED_GRACE
+            if overdue and gate and not (let_in or gate.held or gate.is_bell):
+                queues.note_abandoned(self.backend, self.key)
             if let_in or seen.remaining <= 0 or seen.is_had_by(attempt.owner):
                 found = await self.place.call(partial(attempt.make, gate))
                 if isinstance(found, Hold):
-                    overdue = seen.remaining <= -PINNED_GRACE
-                    if overdue and gate and not (gate.held or gate.is_bell):
-                        queues.note_abandoned(self.backend, self.key)
                     return found
                 seen = found
                 queue.saw(seen)

@@ -417,7 +417,7 @@ def test_interrupted_anywhere(
 
 def test_holding_the_gil(crew: Crew, key: str, figures: Figures) -> None:
     """F20: a call that lets no thread run for two leases: check() says so after it."""
-    lease = 0.5
+    lease = 1.0
     member = crew.fork("hold_the_gil", key=key, lease=lease, seconds=2 * lease)
     checked = member.expect("checked")
     assert checked["reason"] == "expired"

@@ -663,9 +663,10 @@ def hold_the_gil(key: str, lease: float, seconds: float) -> None:
     """Let no other thread run for longer than the lease, then ask whether it's held."""
     from dblocks import LeaseLost, distributed_lock
 
-    mine = distributed_lock(key, lease=lease).acquire(timeout=0)
-    # Nor before the question: it must be answered by the clock, not by the timer.
+    # Nor between these calls, whatever the machine does meanwhile: the question must be
+    # answered by the clock, not by the timer, and before a renewal was due.
     sys.setswitchinterval(10 * seconds)
+    mine = distributed_lock(key, lease=lease).acquire(timeout=0)
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     try:
         mine.check()

@@ -12,7 +12,8 @@ from tests.topologies.conftest import Orphan
 
 GRACE = 0.25
 PROCESSES = 4
-SECONDS = 8
+#: They take turns by chance: some sixteen for each.
+SECONDS = 16
 
 
 def delay(key: str, workers: Workers, other: OtherThread, hold: float) -> float:
@@ -61,7 +62,7 @@ def test_nobody_starves(orphan: Orphan, workers: Workers, key: str) -> None:
     crowd = workers.start_all("contend", [row] * PROCESSES)
     ends = [worker.until_done(2 * DEADLINE)[-1] for worker in crowd]
     grants = [end["grants"] for end in ends]
-    assert min(grants) >= 2, grants
+    assert min(grants) >= 4, grants
     assert sum(grants) >= SECONDS / (GRACE + 0.1), grants
     tokens = [token for end in ends for token in end["tokens"]]
     assert len(set(tokens)) == len(tokens)
