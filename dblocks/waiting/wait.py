@@ -212,11 +212,13 @@ class _Wait:
             if not let_in:
                 seen = await self.place.call(self._read)
                 queue.saw(seen)
-            overdue = seen.remaining <= -PINNED_GRACE
-            if overdue and gate and not (let_in or gate.held or gate.is_bell):
-                queues.note_abandoned(self.backend, self.key)
             if let_in or seen.remaining <= 0 or seen.is_had_by(attempt.owner):
+                overdue = not let_in and seen.remaining <= -PINNED_GRACE
                 found = await self.place.call(partial(attempt.make, gate))
+                latest = found.grant if isinstance(found, Hold) else found
+                taken = latest.version != seen.version
+                if overdue and taken and gate and not (gate.held or gate.is_bell):
+                    queues.note_abandoned(self.backend, self.key)
                 if isinstance(found, Hold):
                     return found
                 seen = found
