@@ -20,7 +20,6 @@ DEFAULTS: dict[str, Any] = {
     "BACKEND": "dblocks.backends.database.DatabaseBackend",
     "LEASE": 30,
     "TIMEOUT": 3,
-    "RETRY_AFTER": 5,
     "OPTIONS": {},
 }
 

@@ -137,7 +137,7 @@ def test_setting_without_an_alias(settings: Any, key: str) -> None:
 @pytest.mark.parametrize(
     ("config", "known"),
     [
-        ({"LEASES": 5}, "BACKEND, LEASE, OPTIONS, RETRY_AFTER, TIMEOUT"),
+        ({"LEASES": 5}, "BACKEND, LEASE, OPTIONS, TIMEOUT"),
         ({"OPTIONS": {"database": "x"}}, "session_locks, using"),
         ({"BACKEND": MEMORY, "OPTIONS": {"using": "x"}}, "none"),
     ],
@@ -185,11 +185,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "short lease": ({"default": {"LEASE": 0.05}}, "LEASE"),
     "long lease": ({"default": {"LEASE": 366 * 86400 + 1}}, "LEASE"),
     "timeout of a string": ({"default": {"TIMEOUT": "3"}}, "TIMEOUT"),
-    "short retry": ({"default": {"RETRY_AFTER": 0.5}}, "RETRY_AFTER"),
-    "long retry": ({"default": {"RETRY_AFTER": 366 * 86400 + 1}}, "RETRY_AFTER"),
-    "endless retry": ({"default": {"RETRY_AFTER": float("inf")}}, "RETRY_AFTER"),
-    "retry of None": ({"default": {"RETRY_AFTER": None}}, "RETRY_AFTER"),
-    "retry of a string": ({"default": {"RETRY_AFTER": "5"}}, "RETRY_AFTER"),
     "negative timeout": ({"default": {"TIMEOUT": -1}}, "TIMEOUT"),
     "endless timeout": ({"default": {"TIMEOUT": float("inf")}}, "TIMEOUT"),
 }

@@ -6,7 +6,6 @@ import asyncio
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -88,36 +87,22 @@ def test_locked(site: Site, lock: Any, elsewhere: Lease) -> None:
     response = site.serve(lock()(inside)).get("/")
     assert response.status_code == 423
     assert response.reason_phrase == "Locked"
-    assert response["Retry-After"] == "5"
+    assert 15 <= int(response["Retry-After"]) <= 21
     assert "no-store" in response["Cache-Control"]
 
 
-@pytest.mark.parametrize(
-    ("value", "least", "most"),
-    [(1, 1, 1), (1.5, 2, 2), (timedelta(seconds=7), 7, 7), (60, 15, 21)],
-    ids=str,
-)
 @pytest.mark.parametrize("form", [distributed_lock, row_lock])
 @pytest.mark.parametrize("escapes", [False, True], ids=["answered", "escapes"])
 def test_retry_after(
-    site: Site,
-    settings: Any,
-    key: str,
-    elsewhere: Lease,
-    form: Any,
-    escapes: bool,
-    value: Any,
-    least: int,
-    most: int,
+    site: Site, settings: Any, key: str, elsewhere: Lease, form: Any, escapes: bool
 ) -> None:
-    """A lease's rest says little: RETRY_AFTER of the lock's own backend bounds it."""
-    settings.DBLOCKS = {"default": {}, "apart": {"RETRY_AFTER": value}}
+    """Whatever locks, a visitor is told when the holder's lease can end."""
     settings.MIDDLEWARE = [MIDDLEWARE]
-    locked = form(key, timeout=0, backend="apart")
+    locked = form(key, timeout=0)
     view = partial(in_a_block, locked) if escapes else locked(inside)
     response = site.serve(view).get("/")
     assert response.status_code == 423
-    assert least <= int(response["Retry-After"]) <= most
+    assert 15 <= int(response["Retry-After"]) <= 21
 
 
 def in_a_block(lock: Any, request: HttpRequest) -> HttpResponse:
@@ -237,7 +222,7 @@ def test_stock_page(
     assert shown.status_code == sent.status_code == 423
     assert f'<html lang="{language}" dir="ltr">' in page
     assert re.search(r"<title>.+</title>", page)
-    assert "5" in page.partition("<main>")[2]
+    assert shown["Retry-After"] in page.partition("<main>")[2]
     # A link to nowhere leads to the page itself, with its query.
     assert f'<a href="">{again}</a>' in page
     assert resend not in page
@@ -262,7 +247,7 @@ def test_cooling(site: Site, lock: Any, other: OtherThread) -> None:
     other.do(lock(hold_at_least=30).acquire).release()
     response = site.serve(lock()(inside)).get("/")
     assert response.status_code == 423
-    assert response["Retry-After"] == "5"
+    assert 25 <= int(response["Retry-After"]) <= 30
 
 
 def test_key_of_the_url(site: Site, key: str) -> None:
@@ -850,7 +835,7 @@ def test_middleware(
     }[kind]
     response = ask(view, accept="application/json")
     assert response.status_code == 423
-    assert response["Retry-After"] == "5"
+    assert 15 <= int(response["Retry-After"]) <= 60
     assert key not in response.content.decode()
 
 

@@ -71,7 +71,7 @@ class BaseBackend(ABC):
     #: What it raises when it can't be reached, or can't do what was asked.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
     #: Names that the entry of every engine in ``DBLOCKS`` may have.
-    common_names = frozenset({"BACKEND", "LEASE", "TIMEOUT", "RETRY_AFTER", "OPTIONS"})
+    common_names = frozenset({"BACKEND", "LEASE", "TIMEOUT", "OPTIONS"})
     #: Further names that its own entry may have.
     setting_names: frozenset[str] = frozenset()
     #: Names that ``OPTIONS`` may have; ``None`` for those of another library.
@@ -87,9 +87,6 @@ class BaseBackend(ABC):
         try:
             self.lease = validation.lease(config["LEASE"], "LEASE")
             self.timeout = validation.timeout(config["TIMEOUT"], "TIMEOUT")
-            self.retry_after = validation.bounded(
-                "RETRY_AFTER", config["RETRY_AFTER"], 1.0
-            )
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
 

@@ -16,7 +16,6 @@ from django.utils.cache import add_never_cache_headers
 from django.utils.translation import ngettext
 from django.views import View
 
-from ..conf import backends
 from ..exceptions import LockTimeout
 from .decoratable import bound_to, layers
 from .templates import clean_note
@@ -25,17 +24,13 @@ STOCK_PAGE = Path(__file__).parent.parent / "templates" / "dblocks" / "423.html"
 
 
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
-    """Return the answer 423 Locked, which only says when to come again.
-
-    That is when the holder's lease can end, or after the setting ``RETRY_AFTER`` if
-    that is sooner: most holders are done long before their lease.
+    """Return the answer 423 Locked, which only says when the holder's lease can end.
 
     The project's template ``423.html``, with ``retry_after`` (seconds) in its context;
     without one a small page for those who ask for HTML, else plain text; JSON where
     the request prefers it.
     """
-    rest = min(error.retry_after, backends[error.backend].retry_after)
-    seconds = max(1, math.ceil(rest))
+    seconds = max(1, math.ceil(error.retry_after))
     text = ngettext(
         "Someone else is working on this. Try again in %(seconds)d second.",
         "Someone else is working on this. Try again in %(seconds)d seconds.",
