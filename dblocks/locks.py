@@ -179,6 +179,7 @@ class Lock(Generic[L]):
 
     async def aacquire(self, timeout: float | timedelta | None = UNSET) -> L:
         """Async twin of :meth:`acquire`. Waiting holds no thread."""
+        self._refuse_atomic()
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)
         if isinstance(found, Refused):
@@ -187,6 +188,7 @@ class Lock(Generic[L]):
 
     async def atry_acquire(self, timeout: float | timedelta | None = 0) -> L | None:
         """Async twin of :meth:`try_acquire`."""
+        self._refuse_atomic()
         attempts = self._attempts(timeout)
         found = await aget_all(attempts)
         if isinstance(found, Refused):
@@ -196,6 +198,13 @@ class Lock(Generic[L]):
     async def alocked(self) -> bool:
         """Async twin of :meth:`locked`."""
         return await call_in_thread(backends[self.backend], self.locked)
+
+    def _refuse_atomic(self) -> None:
+        if self.atomic:
+            raise TypeError(
+                "atomic=True can't be used in async code: Django has no async "
+                "transactions. Run the block through sync_to_async()."
+            )
 
     def _distinct(self) -> list[str]:
         """Return the keys in the order in which everybody takes them."""
@@ -331,11 +340,6 @@ class Lock(Generic[L]):
         return self._aenter(_frame_that_others_may_close())
 
     async def _aenter(self, frame: FrameType | None) -> L:
-        if self.atomic:
-            raise TypeError(
-                "atomic=True can't be used with async with: Django has no async "
-                "transactions. Run the block through sync_to_async()."
-            )
         lease = await self.aacquire()
         self._entered.append(_Entry(frame, owners.current(), lease))
         return lease

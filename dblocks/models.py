@@ -147,7 +147,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """
         self._for_write = True
         row_key = validation.key_of_row(key, permit)
-        grant = Grant(row_key, validation.owner(owner), version)
+        grant = Grant(row_key, validation.owner(owner), validation.version(version))
         renewal = Renewal(grant, validation.lease(lease))
         renewed = table.renew(connections[self.db], [renewal], wait=True)
         return grant in renewed.extended
@@ -164,7 +164,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         """
         self._for_write = True
         row_key = validation.key_of_row(key, permit)
-        grant = Grant(row_key, validation.owner(owner), version)
+        grant = Grant(row_key, validation.owner(owner), validation.version(version))
         return table.release(connections[self.db], grant)
 
     def force_release(
@@ -193,17 +193,17 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether this call released something.
         """
         row_key = validation.key_of_row(key, permit)
+        how = validation.intervention(by, reason)
         self._for_write = True
         rows = self.filter(key=row_key).exclude(_STATES[State.FREE])
         if version is not None:
-            rows = rows.filter(version=version)
+            rows = rows.filter(version=validation.version(version))
         if older_than is not None:
             age = validation.duration("older_than", older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
         while (row := rows.first()) is not None and row.version != missed:
-            how: dict[str, Any] = {"by": by, "reason": reason}
             grant = Grant(row_key, row.owner, row.version)
             if interventions.end_grant(self.db, grant, holder=row.holder, **how):
                 ended = row.owner, row.holder, row.version
@@ -235,14 +235,14 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether somebody holds the lock, not overdue, and has been asked.
         """
         row_key = validation.key_of_row(key, permit)
+        how = validation.intervention(by, reason)
         self._for_write = True
         rows = self.held().filter(key=row_key)
         if version is not None:
-            rows = rows.filter(version=version)
+            rows = rows.filter(version=validation.version(version))
         row = rows.first()
         if row is None:
             return False
-        how: dict[str, Any] = {"by": by, "reason": reason}
         grant = Grant(row_key, row.owner, row.version)
         if not interventions.ask_holder(self.db, grant, holder=row.holder, **how):
             return False

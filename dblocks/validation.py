@@ -93,6 +93,18 @@ def permits(value: object, *, of_one: bool) -> int:
     return number
 
 
+def version(value: object) -> int:
+    """Return the fencing token of a grant."""
+    return _integer("version", value, 0, 2**63 - 1)
+
+
+def intervention(by: object, reason: object) -> dict[str, Any]:
+    """Return who intervenes, a user or a name or ``None``, and why."""
+    if by is not None:
+        text("by", str(by), sys.maxsize)
+    return {"by": by, "reason": text("reason", reason, sys.maxsize)}
+
+
 def key_of_permits(value: str, permits: int) -> None:
     """Refuse a key that has no room for the numbers of its permits."""
     _row_key(value, permits - 1, f"permits={permits}")

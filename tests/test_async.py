@@ -479,6 +479,14 @@ def test_clients_that_hang_up(
     assert asgi.room.most == 1
 
 
+@pytest.mark.parametrize("verb", ["aacquire", "atry_acquire", "__aenter__"])
+def test_atomic_lock_in_async_code(lock: Locks, verb: str) -> None:
+    """A lock whose block would be a transaction is refused before it is taken."""
+    with pytest.raises(TypeError, match="atomic=True can't be used in async code"):
+        run(getattr(lock(atomic=True), verb)())
+    assert not lock().locked()
+
+
 def test_atomic_lease_in_an_async_block(lock: Locks) -> None:
     """A lease whose block would be a transaction can't be entered by async with."""
     lease = lock(atomic=True).acquire(timeout=0)

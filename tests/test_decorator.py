@@ -822,8 +822,9 @@ def test_imported_callable(key: str) -> None:
 @pytest.mark.parametrize("result", [None, 5, b"k", "", "k" * 256], ids=ascii)
 def test_callable_that_makes_no_key(result: Any) -> None:
     """What a callable returns has to be a key."""
-    with pytest.raises(InvalidKey):
+    with pytest.raises(InvalidKey) as caught:
         distributed_lock(lambda: result)(key_now)()
+    assert repr(result) in str(caught.value)
 
 
 def test_async_callable_key() -> None:

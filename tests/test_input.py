@@ -12,6 +12,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import InvalidKey, Lease, Lock, distributed_lock, transaction_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.processes import run_python
@@ -340,6 +341,47 @@ def test_permit(
     """A permit is a number from 0 to 999, for every verb of the manager."""
     with refused(error, "permit", word):
         getattr(DistributedLock.objects, verb)("k", permit=permit, **VERBS[verb])
+
+
+@pytest.mark.parametrize("verb", ["renew", "release", "force_release"])
+@pytest.mark.parametrize(
+    ("version", "error"),
+    [("7", TypeError), (7.0, TypeError), (True, TypeError), (-1, ValueError)],
+)
+def test_version(
+    committed: None, verb: str, version: object, error: type[Exception]
+) -> None:
+    """A fencing token is a number, for every verb of the manager and the engines."""
+    values = VERBS[verb] | {"version": version}
+    with refused(error, "version", repr(version)):
+        getattr(DistributedLock.objects, verb)("k", **values)
+    if verb == "force_release":
+        with refused(error, "version", repr(version)):
+            backends["locmem"].force_release("k", version=version)
+
+
+@pytest.mark.parametrize("verb", ["force_release", "request_release"])
+@pytest.mark.parametrize("engine", ["default", "locmem"])
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"reason": None}, TypeError),
+        ({"reason": "a\0b"}, ValueError),
+        ({"by": "\ud800"}, ValueError),
+    ],
+    ids=["no reason", "NUL", "surrogate"],
+)
+def test_intervention(
+    committed: None,
+    verb: str,
+    engine: str,
+    values: dict[str, Any],
+    error: type[Exception],
+) -> None:
+    """What goes on record is text that every database can keep."""
+    act: Any = DistributedLock.objects if engine == "default" else backends[engine]
+    with refused(error, *values):
+        getattr(act, verb)("k", **values)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -18,8 +18,16 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
+from dblocks import (
+    Lease,
+    Lock,
+    LockTimeout,
+    distributed_lock,
+    signals,
+    transaction_lock,
+)
 from dblocks.backends.database import file_locks
+from dblocks.backends.database.dialects.sqlite import SQLite
 from dblocks.backends.gates import GateClosed
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
@@ -161,6 +169,29 @@ def test_another_writer_counts_in_the_timeout(
     with another_writer(), takes(timeout, max(timeout, 0.5) + SLACK):
         assert lock().try_acquire(timeout=timeout) is None
     assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.parametrize("timeout", [0, 1.5])
+def test_several_keys_beside_another_writer(
+    key: str, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for it no longer than one key does, and tell that they timed out."""
+    monkeypatch.setattr(SQLite, "patience", 2.5)
+    keys = [f"{key}:{number}" for number in range(3)]
+    distributed_lock(*keys).acquire().release()
+    told = []
+
+    def note(key: str, **facts: Any) -> None:
+        told.append(key)
+
+    signals.lock_timed_out.connect(note)
+    try:
+        with another_writer(), takes(2.4, 2.5 + SLACK):
+            assert distributed_lock(*keys).try_acquire(timeout=timeout) is None
+    finally:
+        signals.lock_timed_out.disconnect(note)
+    assert told == keys[:1]
+    assert distributed_lock(*keys).acquire(timeout=0).release() is True
 
 
 def test_waits_for_another_writer(lock: Locks) -> None:

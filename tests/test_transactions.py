@@ -595,6 +595,14 @@ class TestGuard:
         assert caught.value.reason == "forced"
         assert balance_of(account) == 0
 
+    def test_forced_out_by_its_own_transaction(self, acquire: Leases, key: str) -> None:
+        """The reason is what the transaction itself has done, if nothing else is."""
+        lease = acquire(lease=600, renew=False)
+        with pytest.raises(LeaseLost) as caught, transaction.atomic():  # noqa: PT012
+            locks.force_release(key)
+            lease.guard()
+        assert caught.value.reason == "forced"
+
     def test_replaced(
         self, acquire: Leases, account: Account, lock: Locks, key: str
     ) -> None:

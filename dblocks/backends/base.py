@@ -160,11 +160,12 @@ class BaseBackend(ABC):
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
-    ) -> list[Granted] | None:
+    ) -> list[Granted] | Reading | None:
         """Grant several free keys at once, or none; ``None`` if that isn't possible.
 
         After a ``None`` the caller asks for the keys one by one, and learns who has
-        one.
+        one. So it does after a reading of the first key, if it has time left: the
+        engine was busy for as long as ``patience`` allows.
 
         Args:
             request: For whom, and how; its own key is ignored.
@@ -261,15 +262,16 @@ class BaseBackend(ABC):
         database.
         """
         row_key = validation.key_of_row(key, permit)
+        how = validation.intervention(by, reason)
+        if version is not None:
+            version = validation.version(version)
         age = 0.0
         if older_than is not None:
             age = validation.duration("older_than", older_than)
         ended = self.end_grant(row_key, version, age)
         if ended is None:
             return False
-        announce_force_release(
-            type(self), row_key, ended, backend=self.alias, by=by, reason=reason
-        )
+        announce_force_release(type(self), row_key, ended, backend=self.alias, **how)
         return True
 
     def end_grant(
@@ -297,10 +299,13 @@ class BaseBackend(ABC):
         database.
         """
         row_key = validation.key_of_row(key, permit)
+        how = validation.intervention(by, reason)
+        if version is not None:
+            version = validation.version(version)
         asked = self.ask_holder(row_key, version)
         if asked is None:
             return False
-        log_request(row_key, asked, by=by, reason=reason)
+        log_request(row_key, asked, **how)
         return True
 
     def ask_holder(

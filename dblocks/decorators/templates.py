@@ -196,7 +196,7 @@ class _Key(_Maker):
     @staticmethod
     def accept(value: object) -> Any:
         """Return the key or keys that a callable has made."""
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
             return validation.key(value)
         return validation.keys(value)
 

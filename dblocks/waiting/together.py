@@ -23,7 +23,7 @@ from ..holding.sets import undo_together
 from .attempt import Attempt
 from .queue import queues
 from .steps import InEventLoop, InThread, run
-from .wait import get, get_in, log_lapse
+from .wait import get, get_in, log_lapse, timed_out
 
 
 class Refused(NamedTuple):
@@ -94,9 +94,12 @@ class _Together:
     async def get(self) -> list[Hold] | Refused:
         """Wait until all keys are taken, or the time is over."""
         if self._are_unknown_here():
-            holds = await self.place.call(self._take)
-            if holds is not None:
-                return holds
+            taken = await self.place.call(self._take)
+            if isinstance(taken, list):
+                return taken
+            first = self.attempts[0]
+            if taken is not None and clock.monotonic() >= first.give_up:
+                return Refused(first, timed_out(first, taken))
         while True:
             found = await self._one_by_one()
             if isinstance(found, Refused):
@@ -120,14 +123,14 @@ class _Together:
                 return False
         return self.attempts[0].backend.can_write()
 
-    def _take(self) -> list[Hold] | None:
+    def _take(self) -> list[Hold] | Reading | None:
         first = self.attempts[0]
         keys = [attempt.key for attempt in self.attempts]
         patience = first.give_up - clock.monotonic()
         sent = clock.monotonic()
         granted = first.backend.try_acquire_all(first.request(), keys, patience)
-        if granted is None:
-            return None
+        if not isinstance(granted, list):
+            return granted
         grants, sent = first.in_time(granted, sent)
         holds = [
             Hold(attempt, each, sent)

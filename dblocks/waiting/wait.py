@@ -71,6 +71,27 @@ def log_lapse(hold: Hold, error: BaseException) -> None:
     )
 
 
+def timed_out(attempt: Attempt, seen: Reading) -> Reading:
+    """Tell observers that an attempt's time is over; return who has the key, if any."""
+    if seen.remaining <= 0:
+        # The row still describes a holder that has released.
+        seen = Reading(permit=seen.permit)
+    if (observer := signals.observer) is not None:
+        observer.timed_out(attempt)
+    signals.send(
+        signals.lock_timed_out,
+        attempt.sender,
+        key=attempt.key,
+        permit=seen.permit,
+        backend=attempt.backend.alias,
+        waited=clock.monotonic() - attempt.started,
+        holder=seen.holder,
+        note=seen.note,
+        retry_after=max(0.0, seen.remaining),
+    )
+    return seen
+
+
 def _overtakes(attempt: Attempt) -> bool:
     """Tell whether an attempt is made before joining the other waiters of the process.
 
@@ -107,7 +128,7 @@ class _Wait:
         """Wait until the key is taken, or the time is over."""
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
-            return self._timed_out(seen)
+            return timed_out(attempt, seen)
         place = self.backend, self.key, attempt.permits
         try:
             queue = queues.join(*place, self.waiter)
@@ -198,10 +219,10 @@ class _Wait:
                 # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
-                return self._timed_out(seen)
+                return timed_out(attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
-                logger.info("waiting key=%r holder=%s", self.key, seen.holder)
+                logger.debug("waiting key=%r holder=%s", self.key, seen.holder)
             # Somebody has let this waiter in, and the key is very likely free.
             try:
                 known_for = now - known_since
@@ -259,23 +280,3 @@ class _Wait:
             await self.place.call(partial(gate.show_waiter, True))
         seconds = pause(self.backend, known_for, alone=alone)
         return await self.place.pause(self.waiter, min(seconds, limit))
-
-    def _timed_out(self, seen: Reading) -> Reading:
-        attempt = self.attempt
-        if seen.remaining <= 0:
-            # The row still describes a holder that has released.
-            seen = Reading(permit=seen.permit)
-        if (observer := signals.observer) is not None:
-            observer.timed_out(attempt)
-        signals.send(
-            signals.lock_timed_out,
-            attempt.sender,
-            key=self.key,
-            permit=seen.permit,
-            backend=self.backend.alias,
-            waited=clock.monotonic() - attempt.started,
-            holder=seen.holder,
-            note=seen.note,
-            retry_after=max(0.0, seen.remaining),
-        )
-        return seen

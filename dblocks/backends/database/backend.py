@@ -123,7 +123,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
-    ) -> list[Granted] | None:
+    ) -> list[Granted] | Reading | None:
         own = connections[self.using]
         if self._are_a_tests(own, keys):
             return None
@@ -139,7 +139,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not _is_busy(own, error):
                 raise
-            return None
+            return _see_while_busy(own, keys[:1])
         self._note_test(own, keys)
         transactions.warn_of_snapshot(own)
         return answer

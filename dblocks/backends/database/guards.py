@@ -113,7 +113,10 @@ class DatabaseGuards(BaseBackend):
                 f"the transaction reads anything."
             )
         if error is None or reason is not None:
-            raise _lease_lost(lost, reason or "taken")
+            # What this transaction itself has done, nobody else can see.
+            seen = table.read(connection, lost.key) if reason is None else None
+            own = None if seen is None else seen.reason_for(lost)
+            raise _lease_lost(lost, reason or own or "taken")
         if dialect.has_row_locks or not alone:
             raise error
         # Somebody else writes, or has written: this transaction, which began with a

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from django.db.models.functions import Greatest
 
 from ... import clock
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
-from . import dialects, statements
+from . import batches, dialects, statements
 from .execution import (
     Values,
     changes,
@@ -37,9 +37,6 @@ T = TypeVar("T")
 
 ROUNDING = 0.001
 """Seconds by which an expiry may read earlier than it was written."""
-
-_BATCH_SIZES = 1, 16, 250
-"""How many leases one statement renews; fewer are padded to the next larger size."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -194,8 +191,8 @@ def read(connection: Connection, key: str) -> Reading | None:
 def read_all(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
     """Read several rows; omit those that don't exist."""
     seen: dict[str, Reading] = {}
-    for batch in _batches(keys):
-        slots = _filled_up(batch)
+    for batch in batches.divided(keys, batches.READ):
+        slots = batches.filled_up(batch, batches.READ)
         text = _texts(connection).read_all(len(slots))
         for key, *row in fetch(connection, text, numbered(slots)):
             seen[key] = _reading(row)
@@ -288,7 +285,7 @@ def renew(
         alike.setdefault(lease, []).append(grant)
     outcome = Renewed()
     for lease, grants in alike.items():
-        for batch in _batches(grants):
+        for batch in batches.divided(grants, batches.RENEWED):
             _renew_batch(connection, outcome, batch, lease, wait, overdue)
     rest = [g for each in alike.values() for g in each if g not in outcome.extended]
     seen = read_all(connection, [grant.key for grant in rest])
@@ -297,17 +294,6 @@ def renew(
         if reason is not None:
             outcome.lost[grant] = reason
     return outcome
-
-
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), _BATCH_SIZES[-1]):
-        yield items[start : start + _BATCH_SIZES[-1]]
-
-
-def _filled_up(items: Sequence[T]) -> list[T]:
-    """Fill every remaining slot with the last item."""
-    size = next(size for size in _BATCH_SIZES if size >= len(items))
-    return [*items, *[items[-1]] * (size - len(items))]
 
 
 def all_slots(grants: Sequence[Grant]) -> Values:
@@ -325,7 +311,7 @@ def _renew_batch(
     lease: float,
     *how: bool,
 ) -> None:
-    slots = _filled_up(grants)
+    slots = batches.filled_up(grants, batches.RENEWED)
     values = {"lease": lease, **all_slots(slots)}
     dialect = dialects.of(connection)
     sql = statements.of(dialect).renew(len(slots), *how)
