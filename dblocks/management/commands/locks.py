@@ -76,9 +76,10 @@ examples:
     manage.py locks prune --older-than 30d
 
 exit status:
-  0 done; 1 there was nothing to do, or it was not confirmed; 64 bad usage; 69 the
-  database or backend is out of reach; 78 the lock table is missing, or the backend's
-  entry in DBLOCKS is wrong; 141 the reader of the output has ended
+  0 done; 1 there was nothing to do, it was not confirmed, or the grant was over; 64
+  bad usage; 69 the database or backend is out of reach or busy, or a transaction
+  keeps the lock's row locked; 78 the lock table is missing, or the backend's entry in
+  DBLOCKS is wrong; 141 the reader of the output has ended
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -237,8 +238,7 @@ exit status:
                 if self.out.isatty():
                     # For the count and the cursor's line.
                     height = max(2, shutil.get_terminal_size().lines - 2)
-                    # Home, then clear the screen.
-                    self.out.write("\x1b[H\x1b[2J", ending="")
+                    self.out.write("\x1b[H\x1b[2J", ending="")  # home, then clear
                 self._draw(find(), limit, height)
                 self.out.flush()
                 time.sleep(every)
