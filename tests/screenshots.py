@@ -88,20 +88,6 @@ def make_rows() -> str:
     return User.objects.create_superuser("operator", password="operator").username
 
 
-def locked_page() -> str:
-    """Return the stock page of the answer 423."""
-    from django.conf import settings
-    from django.test import RequestFactory, override_settings
-
-    from dblocks import LockTimeout
-    from dblocks.decorators.views import locked_response
-
-    request = RequestFactory().get("/", headers={"accept": "text/html"})
-    error = LockTimeout("order:20841", timeout=3, retry_after=24)
-    with override_settings(TEMPLATES=[{**settings.TEMPLATES[0], "DIRS": []}]):
-        return locked_response(request, error).content.decode()
-
-
 def main() -> None:
     with database():
         from pytest_django.live_server_helper import LiveServer
@@ -129,10 +115,6 @@ def main() -> None:
                         target = folder / f"admin-{name}{width}-{theme}.png"
                         window.screenshot(path=target)
                         print(target)
-                    window.set_content(locked_page())
-                    target = folder / f"423{width}-{theme}.png"
-                    window.screenshot(path=target)
-                    print(target)
                     window.close()
         server.stop()
 

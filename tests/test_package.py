@@ -72,7 +72,6 @@ with dblocks.distributed_lock("k") as lease:
     assert lease.held and lease.fencing_token == 1, lease
     call_command("locks", "list")
 assert find("dblocks/admin.css")
-get_template("dblocks/423.html")
 get_template("admin/dblocks/distributedlock/force_release.html")
 with override("ja"):
     assert gettext("Force release") != "Force release"

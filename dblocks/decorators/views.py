@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.template import Context, Engine, Template, TemplateDoesNotExist, loader
+from django.template import TemplateDoesNotExist, loader
 from django.urls import ResolverMatch
 from django.utils.cache import add_never_cache_headers
 from django.utils.translation import ngettext
@@ -20,15 +18,12 @@ from ..exceptions import LockTimeout
 from .decoratable import bound_to, layers
 from .templates import clean_note
 
-STOCK_PAGE = Path(__file__).parent.parent / "templates" / "dblocks" / "423.html"
-
 
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     """Return the answer 423 Locked, which only says when the holder's lease can end.
 
-    The project's template ``423.html``, with ``retry_after`` (seconds) in its context;
-    without one a small page for those who ask for HTML, else plain text; JSON where
-    the request prefers it.
+    JSON where the request prefers it, else the project's template ``423.html``, with
+    ``retry_after`` (seconds) in its context, or plain text if it has none.
     """
     seconds = max(1, math.ceil(error.retry_after))
     text = ngettext(
@@ -37,7 +32,7 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
         seconds,
     ) % {"seconds": seconds}
     http = django_request(request)
-    # Plain text first: a client that accepts anything is a program.
+    # JSON last: a client that accepts anything doesn't prefer it.
     kind = http.get_preferred_type(["text/plain", "text/html", "application/json"])
     response: HttpResponse
     if kind == "application/json":
@@ -46,28 +41,13 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
         try:
             template = loader.get_template("423.html")
         except TemplateDoesNotExist:
-            response = _stock_response(text, http, is_page=kind == "text/html")
+            response = HttpResponse(text, content_type="text/plain; charset=utf-8")
         else:
             response = HttpResponse(template.render({"retry_after": seconds}, http))
     response.status_code = 423
     response["Retry-After"] = str(seconds)
     add_never_cache_headers(response)
     return response
-
-
-def _stock_response(text: str, request: HttpRequest, *, is_page: bool) -> HttpResponse:
-    if not is_page:
-        return HttpResponse(text, content_type="text/plain; charset=utf-8")
-    is_safe = request.method in {"GET", "HEAD"}
-    page = _stock_page().render(Context({"text": text, "is_safe": is_safe}))
-    return HttpResponse(page)
-
-
-@cache
-def _stock_page() -> Template:
-    """Return the template of our page, whatever the project's engines can load."""
-    engine = Engine(libraries={"i18n": "django.templatetags.i18n"})
-    return engine.from_string(STOCK_PAGE.read_text(encoding="utf-8"))
 
 
 def request_of(args: tuple[Any, ...], has_self: bool) -> HttpRequest | None:
