@@ -95,7 +95,7 @@ def permits(value: object, *, of_one: bool) -> int:
 
 def version(value: object) -> int:
     """Return the fencing token of a grant."""
-    return _integer("version", value, 0, 2**63 - 1)
+    return _integer("version", value, -(2**63), 2**63 - 1)
 
 
 def intervention(by: object, reason: object) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def test_environment(shared: None, key: str, capfd: pytest.CaptureFixture[str]) 
 TOLD = (
     "import json, os\n"
     "names = [name for name in os.environ if name.startswith('DBLOCKS_')\n"
-    "         and not name.startswith('DBLOCKS_TEST_')]\n"
+    "         and not name.startswith(('DBLOCKS_TEST_', 'DBLOCKS_FAULTS'))]\n"
     "print(json.dumps({name: os.environ[name] for name in names}))"
 )
 """Prints what a command is told."""

@@ -99,7 +99,9 @@ class Member:
                 continue
             over = resumed - stopped >= loss["lease"]
             if over if deadline is None else stopped - LATE <= deadline <= resumed:
-                deadline = resumed + loss["starved"] - self.starved[resumed]
+                # Threads that have ended no longer count.
+                starved = loss["starved"] - self.starved[resumed]
+                deadline = resumed + max(0.0, starved)
         return deadline
 
     def kill(self) -> float:

@@ -156,10 +156,12 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
         ({"deadline": None, "before": 2.5}, None),
         ({"deadline": 2.5, "after": 2.7}, 2.5),
         ({"deadline": None, "starved": 5.5}, 4.5),
+        ({"deadline": None, "starved": 3.2}, 3.0),
     ],
     ids=[
         *("later", "meanwhile", "over", "not over", "granted later", "told before"),
         "without a processor",
+        "a thread has ended",
     ],
 )
 def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:

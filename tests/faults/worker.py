@@ -639,7 +639,8 @@ def fork_while_holding(key: str, lease: float, method: str) -> None:
     """Make a child while holding; it tells what it finds, and the lease goes on."""
     from dblocks import distributed_lock
 
-    mine = distributed_lock(key, lease=lease).acquire(timeout=0)
+    # Dozens begin together, and SQLite has one writer.
+    mine = distributed_lock(key, lease=lease).acquire(timeout=10)
     until = time.monotonic() + 1.2 * lease
     children.HELD.append(mine)
     if method == "os.fork":
