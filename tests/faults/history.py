@@ -195,7 +195,8 @@ def take_overs(events: Iterable[Event]) -> int:
     events = list(events)
     given_back = {(e.row, e.token) for e in events if e.what == "release"}
     granted = {(e.row, e.token) for e in events if e.what == "grant"}
-    return sum((row, token - 1) in granted - given_back for row, token in granted)
+    kept = granted - given_back
+    return sum((row, token - 1) in kept for row, token in granted)
 
 
 def late_renewals(left: Iterable[float], length: float) -> list[float]:
