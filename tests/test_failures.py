@@ -290,6 +290,27 @@ def test_passing_error_in_acquire(
     assert lease.release() is True
 
 
+COLLISIONS = [
+    pytest.param(make, id=name)
+    for name, make in TRANSIENT[connection.vendor]
+    if name in {"deadlock", "serialization"}
+]
+
+
+@pytest.mark.parametrize("make", COLLISIONS)
+def test_late_collision(
+    key: str, make: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who collides with others when its time is over already tries again."""
+    distributed_lock(key).acquire(timeout=0).release()
+    # A busy machine may let so little pass that nothing is left.
+    monkeypatch.setattr(type(dialects.of(connection)), "patience", 1e-9)
+    trouble = Trouble(make(), times=3)
+    with connection.execute_wrapper(trouble):
+        assert distributed_lock(key).acquire(timeout=0).release() is True
+    assert len(trouble.sent) > 3
+
+
 def test_passing_error_in_release(
     acquire: Leases, key: str, passing_error: Exception
 ) -> None:

@@ -30,6 +30,9 @@ logger = logging.getLogger("dblocks")
 
 T = TypeVar("T")
 
+LEAST_REPEATS = 5
+"""How often an operation that collides with another is repeated, however late it is."""
+
 READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 
 
@@ -391,6 +394,8 @@ def run(
             dialect = dialects.known(connection)
             sits_out = dialect.sits_out(connection) if patience is None else patience
             give_up = started + sits_out
+            if attempt < LEAST_REPEATS and sits_out and dialect.is_collision(error):
+                give_up = float("inf")
             if not _may_repeat(own, connection, error, give_up):
                 raise
             lost = dialect.is_lost(error)

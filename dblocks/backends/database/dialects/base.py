@@ -131,6 +131,8 @@ class Dialect:
     #: The database's own code of an error.
     code: Callable[[BaseException], object]
     transient: frozenset[object] = frozenset()
+    #: Of these, what comes without a wait when two collide.
+    collisions: frozenset[object] = frozenset()
     stale_snapshot: object
     wait_over: frozenset[object] = frozenset()
     taken: frozenset[object] = frozenset()
@@ -138,6 +140,10 @@ class Dialect:
     def is_transient(self, error: BaseException) -> bool:
         """Tell whether the database asks for the statement to be repeated."""
         return self.code(error) in self.transient
+
+    def is_collision(self, error: BaseException) -> bool:
+        """Tell whether a statement was given up at once in favour of another's."""
+        return self.code(error) in self.collisions
 
     def is_stale_snapshot(self, error: BaseException) -> bool:
         """Tell whether the row changed behind the snapshot of the transaction."""

@@ -92,6 +92,7 @@ class MySQL(Dialect):
     all_or_none = update_unlocked
 
     transient = frozenset({1020, 1205, 1213, 3058, 3572})
+    collisions = frozenset({1020, 1213})
     stale_snapshot = 1020
     wait_over = frozenset({1205, 1969, 3024, 3572})
     taken = frozenset({1205})

@@ -136,6 +136,7 @@ class PostgreSQL(Dialect):
         return connection._prepare_cursor(_preparing_cursor()(connection.connection))
 
     transient = frozenset({"40001", "40P01", "55P03"}) | PLAN_GONE
+    collisions = frozenset({"40001", "40P01"})
     stale_snapshot = "40001"
     wait_over = frozenset({"55P03"})
     _LOST = frozenset({"57P01", "57P02", "57P05", "25P03"})
