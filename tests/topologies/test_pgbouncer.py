@@ -72,8 +72,10 @@ def test_nothing_is_left_behind(
         assert worker.until_done()[-1]["grants"] >= 3
     assert advisory_locks() == 0
     assert timeouts(url) == {"0"}
-    crowd = workers.start_all("contend", [row] * PROCESSES)
-    crowd[0].expect("granted")
+    crowd = workers.start_all("contend", [row | {"seconds": DEADLINE}] * PROCESSES)
+    for worker in crowd:
+        # From then on all but one of them wait.
+        worker.expect("granted")
     for worker in crowd:
         worker.kill()
     assert timeouts(url) == {"0"}
