@@ -38,11 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 4, 8
+FEWEST_JOBS, MOST_JOBS = 5, 8
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.
-SPARE = 0.3
+SPARE = 0.2
 #: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
 #: of the servers. Without such a folder, wherever temporary files are.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
