@@ -159,7 +159,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """E002, W001 to W003, W007 and W010 to W015: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W016: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -193,11 +193,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether this call released something.
         """
         row_key = validation.key_of_row(key, permit)
-        how = validation.intervention(by, reason)
+        how = validation.intervention(by, reason, version)
         self._for_write = True
         rows = self.filter(key=row_key).exclude(_STATES[State.FREE])
         if version is not None:
-            rows = rows.filter(version=validation.version(version))
+            rows = rows.filter(version=version)
         if older_than is not None:
             age = validation.duration("older_than", older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
@@ -235,11 +235,11 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             Whether somebody holds the lock, not overdue, and has been asked.
         """
         row_key = validation.key_of_row(key, permit)
-        how = validation.intervention(by, reason)
+        how = validation.intervention(by, reason, version)
         self._for_write = True
         rows = self.held().filter(key=row_key)
         if version is not None:
-            rows = rows.filter(version=validation.version(version))
+            rows = rows.filter(version=version)
         row = rows.first()
         if row is None:
             return False

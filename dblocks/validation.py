@@ -98,8 +98,14 @@ def version(value: object) -> int:
     return _integer("version", value, -(2**63), 2**63 - 1)
 
 
-def intervention(by: object, reason: object) -> dict[str, Any]:
-    """Return who intervenes, a user or a name or ``None``, and why."""
+def intervention(by: object, reason: object, grant: object) -> dict[str, Any]:
+    """Return who intervenes, a user or a name or ``None``, and why.
+
+    Args:
+        grant: The fencing token of the grant that is meant; ``None`` for any.
+    """
+    if grant is not None:
+        version(grant)
     if by is not None:
         text("by", str(by), sys.maxsize)
     return {"by": by, "reason": text("reason", reason, sys.maxsize)}

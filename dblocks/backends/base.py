@@ -262,9 +262,7 @@ class BaseBackend(ABC):
         database.
         """
         row_key = validation.key_of_row(key, permit)
-        how = validation.intervention(by, reason)
-        if version is not None:
-            version = validation.version(version)
+        how = validation.intervention(by, reason, version)
         age = 0.0
         if older_than is not None:
             age = validation.duration("older_than", older_than)
@@ -299,9 +297,7 @@ class BaseBackend(ABC):
         database.
         """
         row_key = validation.key_of_row(key, permit)
-        how = validation.intervention(by, reason)
-        if version is not None:
-            version = validation.version(version)
+        how = validation.intervention(by, reason, version)
         asked = self.ask_holder(row_key, version)
         if asked is None:
             return False
