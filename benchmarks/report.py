@@ -168,10 +168,9 @@ def contenders_table(machine: Mapping[str, str]) -> str:
     heads = ["Contender", "Version", "Writes", "Durable", "Waits by"]
     return (
         f"{table(heads, rows)}\n\n"
-        f"Not durable: {', '.join(volatile)}. They write nothing that is on disk when "
-        "the lock is had, so that none of them pays for a commit; what holds a lock "
-        "there is gone with the connection or with the server's memory. So it is with "
-        "dblocks on Redis."
+        f"Not durable: {', '.join(volatile)}. When they grant a lock, nothing of it is "
+        "on disk, so none of them pays for a commit, and the lock goes with the "
+        "connection or with the server's memory. The same is true of dblocks on Redis."
     )
 
 

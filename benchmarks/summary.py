@@ -23,7 +23,7 @@ class Conclusion:
 
 CONCLUSIONS = [
     Conclusion(
-        "A free key costs two statements, about a millisecond together.",
+        "A free key costs two statements.",
         "Acquire and release, p50",
         "uncontended",
         "acquire and release, p50",
@@ -36,7 +36,7 @@ CONCLUSIONS = [
         BARE,
     ),
     Conclusion(
-        "A lock that is written nowhere is quicker.",
+        "A lock that isn't stored is quicker.",
         "The server's session lock, p50",
         "uncontended",
         "acquire and release, p50",

@@ -125,8 +125,9 @@ class LeaseLost(LockError):
         if self.reason == "released":
             return f"The lease on {self.key!r} was released: it proves nothing now."
         meaning = self._MEANINGS.get(self.reason, self.reason)
+        token = self.fencing_token
+        known_by = "" if token is None else f" (fencing token {token})"
         return (
-            f"The lease on {self.key!r} (fencing token {self.fencing_token}) is "
-            f"lost: {meaning}. Stop the work that it protected; what was not "
-            f"guarded may have been done twice."
+            f"The lease on {self.key!r}{known_by} is lost: {meaning}. Stop the work "
+            f"that it protected; what was not guarded may have been done twice."
         )

@@ -7,7 +7,10 @@
     A second database, with the alias ``locks``.
 ``LOCKS_URL``
     ``redis://…``: keep the locks there, instead of in the database; several, separated
-    by commas, make it Redlock.
+    by commas, make it Redlock. ``zookeeper://zk1:2181,zk2:2181``: in ZooKeeper.
+``LOCKS_LEASE``
+    How many seconds a lock in ZooKeeper is held without being renewed, the same for
+    all; by default 4, the least that a server with its default settings allows.
 ``DATABASE_ISOLATION``
     ``read committed`` or ``repeatable read``, on MariaDB, MySQL and PostgreSQL.
 ``SQLITE_OPTIONS``
@@ -30,6 +33,7 @@ from typing import Any
 import environ
 
 from testproject.databases import SQLITE, with_options
+from testproject.engines import engine
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -98,11 +102,7 @@ if "LOCKS_DATABASE_URL" in env:
 LOCKS_URLS = env.list("LOCKS_URL", default=[])
 DBLOCKS: dict[str, dict[str, Any]] = {}
 if LOCKS_URLS:
-    DBLOCKS["default"] = {
-        "BACKEND": "dblocks.backends.redis.RedisBackend",
-        "LOCATION": LOCKS_URLS,
-        "KEY_PREFIX": "dblocks-shop:",
-    }
+    DBLOCKS["default"] = engine(LOCKS_URLS, session=env.float("LOCKS_LEASE", default=4))
 
 # Not the demo's "shop:stock:…": each piece on sale would have a name of its own.
 DBLOCKS_TELEMETRY_KEYS = ["shop:demo", "shop:stocktaking", "shop:leader"]

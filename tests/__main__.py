@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,19 +34,17 @@ from tests.configurations import (
     shares,
 )
 from tests.support import services
+from tests.support.services import MEMORY
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 5, 8
+FEWEST_JOBS, MOST_JOBS = 3, 8
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.
-SPARE = 0.2
-#: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
-#: of the servers. Without such a folder, wherever temporary files are.
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+SPARE = 0.12
 
 
 @dataclass
@@ -119,6 +118,12 @@ class Run:
             text = text.rpartition("\n")[2]
         title = f"{self.name}: {'FAILED' if failed else 'passed'}"
         print(f"\n{title} in {self.duration:.0f} s\n{text}", flush=True)
+
+    def skipped(self) -> Iterator[str]:
+        """Why tests were skipped."""
+        if self.durations.exists():
+            for test in ElementTree.parse(self.durations).iter("skipped"):
+                yield test.get("message", "")
 
     def tests(self) -> Iterator[tuple[float, str]]:
         """How long each test took, set-up and teardown included."""
@@ -201,6 +206,20 @@ def show_durations(runs: list[Run]) -> None:
     print("\nThe runs, and their seconds of a processor")
     for run in sorted(runs, key=lambda run: run.duration, reverse=True):
         print(f"{run.duration:6.0f} s {run.computed:5.0f} s  {run.name}")
+
+
+def show_what_is_not_applicable(runs: list[Run]) -> None:
+    """Show what engines weren't asked because they declare not to have it."""
+    prefix = "not applicable: "
+    found = Counter(
+        reason.removeprefix(prefix)
+        for run in runs
+        for reason in run.skipped()
+        if reason.startswith(prefix)
+    )
+    print("\nTests that are not applicable")
+    for reason, tests in sorted(found.items()):
+        print(f"{tests:6d}  {reason}")
 
 
 def coverage(*arguments: str) -> bool:
@@ -325,6 +344,7 @@ def main() -> int:
         failed = run_all(runs, jobs=options.jobs, arguments=arguments)
         if not arguments:
             show_durations(runs)
+            show_what_is_not_applicable(runs)
 
     if options.coverage:
         whole = not options.databases and not arguments

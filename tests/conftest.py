@@ -6,7 +6,6 @@ import signal
 import warnings
 
 import django
-import hypothesis
 import pytest
 from django.conf import settings
 
@@ -16,21 +15,18 @@ pytest_plugins = [
     "tests.support.web",
 ]
 
-# The machine may be busy with another database's tests.
-hypothesis.settings.register_profile("dblocks", deadline=None)
-hypothesis.settings.load_profile("dblocks")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     heed_signals()
     config.addinivalue_line(
-        "markers", "database_backend: about the table; not for the other backends"
+        "markers",
+        "database_backend: about the table, in a module that other engines don't run",
     )
     config.addinivalue_line(
         "markers",
-        "needs(*abilities): not applicable to engines that declare to lack one",
+        "needs(*abilities): not applicable to engines that declare not to have one",
     )
-    config.addinivalue_line("markers", "engine(alias): about this engine alone")
+    config.addinivalue_line("markers", "engine(*aliases): about these engines alone")
     if settings.DATABASES["default"]["NAME"] == ":memory:":
         # Django never closes a connection to a database in memory, and Python 3.13
         # complains about each, in the tests and after the last one, when pytest's own

@@ -28,6 +28,7 @@ if "REDLOCK_URLS" in env:
         "BACKEND": "dblocks.backends.redis.RedisBackend",
         "LOCATION": env.list("REDLOCK_URLS"),
         "KEY_PREFIX": f"{RUN}:",
+        "OPTIONS": {"socket_timeout": env.float("REDLOCK_SOCKET_TIMEOUT", 0.25)},
     }
 if "ZOOKEEPER_HOSTS" in env:
     DBLOCKS["zookeeper"] = {

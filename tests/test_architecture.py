@@ -10,6 +10,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import dblocks
+from tests.configurations import CONTRACT
 
 TESTS = Path(__file__).parent
 PACKAGE = Path(dblocks.__file__).parent
@@ -93,6 +94,25 @@ def test_no_circle_of_imports() -> None:
     assert len(graph["dblocks.locks"]) > 5
     # Raises CycleError, which names the modules.
     TopologicalSorter(graph).prepare()
+
+
+def skips(statement: ast.stmt) -> bool:
+    """Does this statement skip a test?"""
+    return isinstance(statement, ast.Expr) and "pytest.skip(" in ast.unparse(statement)
+
+
+def test_contract_suite_asks_for_abilities() -> None:
+    """What isn't applicable to an engine is what it declares, and not its name."""
+    for name in CONTRACT:
+        text = (TESTS / f"test_{name}.py").read_text()
+        assert "database_backend" not in text, name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.If) and any(map(skips, node.body)):
+                condition = ast.unparse(node.test)
+                of_an_engine = re.search(
+                    r"\b(backend|engine|alias)\b ([!=]=|in|not)", condition
+                )
+                assert of_an_engine is None, f"{name}:{node.lineno}: {condition}"
 
 
 def test_index_of_the_tests() -> None:

@@ -21,7 +21,7 @@ from dblocks.backends.values import Reading
 from dblocks.conf import backends
 from tests.support import asgi
 from tests.support.fixtures import OtherThread, in_memory
-from tests.support.timing import DEADLINE, SLACK, eventually
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 from tests.test_ownership import run
 
 Locks = Callable[..., Lock]
@@ -157,6 +157,9 @@ def test_a_thousand_cancellations(
         spread = chance.choice([0.2, 2, 20]) * pace
         await asyncio.gather(*[cancel(t, chance.uniform(0, spread)) for t in tasks])
 
+    def entries() -> int:
+        return sum(each.entries for each in inside.values())
+
     async def main() -> None:
         nonlocal pace
         started = time.monotonic()
@@ -165,7 +168,8 @@ def test_a_thousand_cancellations(
                 pass
         # At its slowest what leaves time for 25 rounds.
         pace = min((time.monotonic() - started) / 5, 0.03)
-        while cancelled < 1000:
+        # On a machine that has become busy, more rounds until some had the lock.
+        while cancelled < 1000 or entries() <= 10:
             await round_of(40)
             # What was abandoned keeps the threads busy that ask several servers.
             await asyncio.sleep(0.1 * (asked_at_once(backend) > 0))
@@ -175,7 +179,7 @@ def test_a_thousand_cancellations(
             await lease.arelease()
 
     run(main())
-    assert sum(each.entries for each in inside.values()) > 10
+    assert entries() > 10
     eventually(lambda: not opened.threads(), what="the end of the threads")
     eventually(lambda: not opened.connected(), what="the end of the connections")
 
@@ -367,8 +371,8 @@ def test_renewal_while_the_loop_is_blocked(
     """A loop that is blocked for longer than the lease doesn't lose the lock."""
 
     async def main() -> None:
-        async with lock(lease=1.2) as lease:
-            until = time.monotonic() + 3
+        async with lock(lease=scaled(1.2)) as lease:
+            until = time.monotonic() + scaled(3)
             while time.monotonic() < until:
                 time.sleep(0.1)
                 assert lease.held
@@ -410,9 +414,9 @@ def test_timeout_around_a_block(lock: Locks, obtainable: Obtainable) -> None:
 
 
 @pytest.fixture
-def port(committed: None) -> Iterator[int]:
-    """One ASGI process serves; its port."""
-    with asgi.serving() as port:
+def port(backend: str) -> Iterator[int]:
+    """One ASGI process serves, and locks in the engine under test; its port."""
+    with asgi.serving(backend) as port:
         yield port
 
 
@@ -442,7 +446,12 @@ def test_requests_for_several_keys(port: int, key: str) -> None:
 
 
 def test_waiting_requests_cost_no_connections(
-    port: int, key: str, opened: Open, acquire: Leases, other: OtherThread
+    port: int,
+    backend: str,
+    key: str,
+    opened: Open,
+    acquire: Leases,
+    other: OtherThread,
 ) -> None:
     """Requests that wait add no connections, and no threads to those of Django."""
 
@@ -460,7 +469,7 @@ def test_waiting_requests_cost_no_connections(
         count = 25
         djangos, _ = await peak(f"idle/{key}?stay=1", count)
         threads, connected = await peak(f"block/{key}?timeout=1", count)
-        assert threads <= djangos + FEW_THREADS
+        assert threads <= djangos + FEW_THREADS + asked_at_once(backend)
         assert connected <= FEW_CONNECTIONS
 
     other.do(acquire)

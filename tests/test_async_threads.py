@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import OperationalError
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock, signals
@@ -192,7 +191,7 @@ def slow_key(key: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
 
 
 @VERBS
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_keys_dont_wait_for_each_other(
     lock: Locks, key: str, slow_key: Any, verb: Any
 ) -> None:
@@ -315,23 +314,39 @@ def test_cancelled_while_receivers_hear_of_it(lock: Locks, had: bool) -> None:
 # What fails in the thread
 
 
-def out_of_reach(*arguments: Any, **options: Any) -> Any:
-    raise OperationalError("out of reach")
+@pytest.fixture
+def unreachable(backend: str) -> Exception:
+    """Return an error that the engine raises when it is out of reach."""
+    return backends[backend].errors[0]("out of reach")
 
 
-@pytest.mark.database_backend
+@pytest.fixture
+def fail(unreachable: Exception) -> Callable[..., Any]:
+    """Return what stands for a verb while the engine is out of reach."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise unreachable
+
+    return fail
+
+
 def test_error_is_raised_in_the_task(
-    lock: Locks, monkeypatch: pytest.MonkeyPatch
+    lock: Locks,
+    monkeypatch: pytest.MonkeyPatch,
+    unreachable: Exception,
+    fail: Callable[..., Any],
 ) -> None:
-    """What the database says to a task's request is raised where the task awaits it."""
-    monkeypatch.setattr(backends[lock().backend], "try_acquire", out_of_reach)
-    with pytest.raises(OperationalError, match="out of reach"):
+    """What the engine says to a task's request is raised where the task awaits it."""
+    monkeypatch.setattr(backends[lock().backend], "try_acquire", fail)
+    with pytest.raises(type(unreachable), match="out of reach"):
         run(lock().aacquire(timeout=0))
 
 
-@pytest.mark.database_backend
 def test_error_that_nobody_receives_is_logged(
-    lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lock: Locks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unreachable: Exception,
 ) -> None:
     """An error that comes after the task was cancelled is told to the log."""
     asked, go_on = threading.Event(), threading.Event()
@@ -339,7 +354,7 @@ def test_error_that_nobody_receives_is_logged(
     def slow(*arguments: Any, **options: Any) -> Any:
         asked.set()
         go_on.wait(DEADLINE)
-        raise OperationalError("out of reach")
+        raise unreachable
 
     monkeypatch.setattr(backends[lock().backend], "try_acquire", slow)
 
@@ -356,17 +371,19 @@ def test_error_that_nobody_receives_is_logged(
     eventually(lambda: said in caplog.messages, what="the line in the log")
 
 
-@pytest.mark.database_backend
 def test_release_that_fails_at_the_end_of_the_block(
-    lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lock: Locks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fail: Callable[..., Any],
 ) -> None:
-    """Leaving an async block out of the database's reach leaves the lock to lapse."""
+    """Leaving an async block out of the engine's reach leaves the lock to lapse."""
     backend = backends[lock().backend]
 
     async def main() -> Lease:
         async with lock() as lease:
-            monkeypatch.setattr(backend, "release", out_of_reach)
-            monkeypatch.setattr(backend, "release_all", out_of_reach)
+            monkeypatch.setattr(backend, "release", fail)
+            monkeypatch.setattr(backend, "release_all", fail)
         return lease
 
     lease = run(main())

@@ -17,7 +17,7 @@ from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import let_expire, stored
 from tests.support.fixtures import OtherThread
-from tests.support.timing import SLACK, always, eventually
+from tests.support.timing import SLACK, always, eventually, scaled
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -192,18 +192,23 @@ def test_client_clock_jumps_while_holding(
     acquire: Leases, obtainable: Obtainable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wall clock that jumps takes nothing from a lease and adds nothing."""
-    lease = acquire(lease=1.2)
+    lease = acquire(lease=scaled(1.2))
     for jump in (+200, -200):
         monkeypatch.setattr(time, "time", lambda jump=jump: REAL_TIME() + jump)
-        always(lambda: lease.held and not obtainable(), during=1, what="held")
+        always(lambda: lease.held and not obtainable(), during=scaled(1), what="held")
 
 
-def test_lease_taken_late_in_a_transaction(two_writers: None, key: str) -> None:
+def test_lease_taken_late_in_a_transaction(
+    two_writers: None, key: str, other: OtherThread
+) -> None:
     """A lease counts from its grant, not from the start of the caller's transaction."""
+    ends = []
     with transaction.atomic():
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
-        at = time.monotonic()
-        eventually(lambda: time.monotonic() > at + 0.7)
-        with distributed_lock(key, lease=0.6, renew=False):
-            assert distributed_lock(key, owner="other").try_acquire() is None
+        for name in (f"{key}:early", f"{key}:late"):
+            with distributed_lock(name, lease=60, renew=False):
+                ends.append(other.do(stored, name).expires_at)
+            at = time.monotonic()
+            eventually(lambda after=at: time.monotonic() > after + 0.4)
+    assert ends[1] - ends[0] > timedelta(seconds=0.3)

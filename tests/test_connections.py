@@ -13,7 +13,7 @@ from dblocks import distributed_lock, transaction_lock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread, beside
-from tests.support.timing import DEADLINE, SLACK, eventually
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 
 pytestmark = [
     pytest.mark.usefixtures("two_writers"),
@@ -243,7 +243,7 @@ def test_renewals_network_timeouts(
     """Renewals wait as short as dblocks wants it, or shorter if the project does."""
     bounds = BOUNDS[connection.vendor]
     backend = patient(**{name: seconds * unit for name, unit in bounds.items()})
-    with distributed_lock(key, backend=backend, lease=1.5, timeout=0) as held:
+    with distributed_lock(key, backend=backend, lease=scaled(1.5), timeout=0) as held:
         end = stored(key).expires_at
         eventually(lambda: stored(key).expires_at > end, what="a renewal")
         assert held.held

@@ -22,7 +22,7 @@ from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import LockFactory, let_expire, now, stored
 from tests.support.fixtures import OtherThread
-from tests.support.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -94,11 +94,11 @@ def test_force_release_ends_cooling(key: str, obtainable: Obtainable) -> None:
 
 def test_lost_by_force(acquire: Leases, key: str) -> None:
     """A force-released holder learns it within a third of its lease."""
-    lease = acquire(lease=1.5)
+    lease = acquire(lease=scaled(1.5))
     told: list[Lease] = []
     lease.on_lost(told.append)
     assert locks.force_release(key) is True
-    eventually(lambda: told, within=0.5 + 0.5, what="the loss")
+    eventually(lambda: told, within=scaled(0.5 + 0.5), what="the loss")
     assert lease.lost_reason == "forced"
     assert not lease.held
     assert lease.release() is False
@@ -106,10 +106,10 @@ def test_lost_by_force(acquire: Leases, key: str) -> None:
 
 def test_lost_to_somebody_else(acquire: Leases, key: str) -> None:
     """Where somebody else has the key by then, the reason is taken."""
-    lease = acquire(lease=1.5)
+    lease = acquire(lease=scaled(1.5))
     let_expire(key)
     theirs = distributed_lock(key, owner="somebody else").acquire(timeout=0)
-    eventually(lambda: not lease.held, within=0.5 + 0.5, what="the loss")
+    eventually(lambda: not lease.held, within=scaled(0.5 + 0.5), what="the loss")
     assert lease.lost_reason == "taken"
     assert theirs.release() is True
 
@@ -177,10 +177,11 @@ def test_renewal_never_takes_back(acquire: Leases, key: str) -> None:
 
 def test_one_renewal_for_all_holds_of_an_owner(acquire: Leases, key: str) -> None:
     """Renewal of a re-entered lock moves the row's end on."""
-    acquire(lease=1.2)
-    acquire(lease=1.2)
+    length = scaled(1.2)
+    acquire(lease=length)
+    acquire(lease=length)
     end = stored(key).expires_at
-    eventually(lambda: stored(key).expires_at > end, within=1.2, what="the renewal")
+    eventually(lambda: stored(key).expires_at > end, within=length, what="the renewal")
 
 
 def test_waiting_only_reads(

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -22,16 +22,17 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 
 from dblocks import distributed_lock
+from testproject.databases import SQLITE
 from testproject.shop.carts import PATIENCE, WAYS
 from testproject.shop.crew import Crew
 from testproject.shop.management.commands import demo
 from testproject.shop.meeting import Meeting
 from testproject.shop.sale import Result, Sale
 from testproject.shop.selling import VARIANTS
+from tests.support import services
 from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT
-from tests.support.services import Redis
-from tests.support.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually, scaled
 
 SMALL = ["--stock=5", "--buyers=20", "--processes=3"]
 TIME_LIMIT = 55
@@ -137,25 +138,84 @@ def test_demo(environment: dict[str, str]) -> None:
     assert "All as it should be" in output
 
 
-def test_demo_with_locks_in_redis(environment: dict[str, str]) -> None:
-    """The same is sold, and who was paused past its lease can't commit either."""
+@pytest.fixture
+def as_recommended() -> None:
+    """Leave out where SQLite has other settings what they don't matter for."""
+    if connection.vendor == "sqlite" and set(settings.SQLITE_OPTIONS) != set(SQLITE):
+        pytest.skip("SQLite's settings don't matter")
+
+
+@pytest.fixture
+def any_database(as_recommended: None) -> None:
+    """Leave out on all other databases what the database doesn't matter for."""
     if connection.vendor != "sqlite":
         pytest.skip("the database doesn't matter")
-    with Redis() as redis:
-        environment["LOCKS_URL"] = redis.url()
-        with running(environment, *SMALL) as process:
-            output, errors = process.communicate(timeout=TIME_LIMIT)
+
+
+@pytest.fixture
+def locks_in(
+    any_database: None, environment: dict[str, str]
+) -> Iterator[Callable[[str], dict[str, str]]]:
+    """Environment variables under which manage.py keeps locks in another engine."""
+    with ExitStack() as stack:
+
+        def start_engine(name: str) -> dict[str, str]:
+            [address] = stack.enter_context(services.engine(name)).values()
+            scheme = "zookeeper://" if name == "zookeeper" else ""
+            return environment | {
+                "LOCKS_URL": scheme + address,
+                "LOCKS_LEASE": str(scaled(2)),
+            }
+
+        yield start_engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "place", "has_tokens"),
+    [
+        pytest.param("redis", "locks in Redis", True, id="redis"),
+        pytest.param("redlock", "locks on 5 servers of Redis", False, id="redlock"),
+        pytest.param("zookeeper", "locks in ZooKeeper", True, id="zookeeper"),
+    ],
+)
+def test_demo_with_locks_elsewhere(
+    locks_in: Callable[[str], dict[str, str]],
+    engine: str,
+    place: str,
+    has_tokens: bool,
+) -> None:
+    """The same is sold, who was paused too early can't commit, and the rest is said."""
+    with running(locks_in(engine), *SMALL) as process:
+        output, errors = process.communicate(timeout=TIME_LIMIT)
     assert (process.returncode, errors) == (0, ""), output
-    assert "with locks in Redis" in output
+    assert f"with {place}" in output
+    said = " ".join(output.split())
+    assert "there is no guard" in said
     titles = {match[1] for match in map(ROW.match, output.splitlines()) if match}
-    assert VARIANTS["guard"].title in titles
-    assert VARIANTS["row-lock"].title not in titles
+    assert VARIANTS["check"].title in titles
+    assert not titles & {VARIANTS[name].title for name in ("guard", "row-lock")}
     assert "LeaseLost: The lease on" in output
     assert "stock: 9; sold to: Bob" in output
+    assert "A pause between check() and the commit would go unnoticed" in said
+    assert len(re.findall(r", fencing token \d+\n", output)) == 4 * has_tokens
+    assert ("has no fencing tokens" in said) is not has_tokens
     assert "All as it should be" in output
 
 
-def test_no_site_with_locks_in_redis(environment: dict[str, str]) -> None:
+def test_engine_that_does_not_answer(
+    any_database: None, environment: dict[str, str]
+) -> None:
+    """The demo says in one line that it can't reach what keeps the locks."""
+    environment["LOCKS_URL"] = "redis://localhost:1"
+    with running(environment, *SMALL) as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert errors.startswith("CommandError: Redis can't be used: ")
+
+
+def test_no_site_with_locks_elsewhere(
+    any_database: None, environment: dict[str, str]
+) -> None:
     """The site's board would show nothing, so it isn't opened."""
     environment["LOCKS_URL"] = "redis://localhost:1"
     with running(environment, "--serve", "--no-sale") as process:
@@ -164,7 +224,7 @@ def test_no_site_with_locks_in_redis(environment: dict[str, str]) -> None:
     assert "unset LOCKS_URL" in errors
 
 
-def test_interrupted_demo(environment: dict[str, str]) -> None:
+def test_interrupted_demo(as_recommended: None, environment: dict[str, str]) -> None:
     """Ctrl-C ends the demo and its processes, and the next one can begin at once."""
     with running(environment, *SMALL) as process:
         assert process.stdout is not None
@@ -174,12 +234,6 @@ def test_interrupted_demo(environment: dict[str, str]) -> None:
         process.send_signal(signal.SIGINT)
         _output, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, errors) == (130, "CommandError: Interrupted.\n")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class Visitor:
@@ -203,9 +257,9 @@ class Visitor:
         return self.text
 
 
-def test_site(environment: dict[str, str]) -> None:
+def test_site(as_recommended: None, environment: dict[str, str]) -> None:
     """The shop is left open; the operator frees the lock that the demo holds."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{services.free_port()}"
     with running(environment, "--serve", address, "--no-sale") as process:
         assert process.stdout is not None
         said = ""

@@ -14,7 +14,7 @@ from dblocks import Lease, Lock, LockError, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.testapp.models import Account
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -229,14 +229,14 @@ class TestBesideOthers:
         self, acquire: Leases, key: str, other: OtherThread
     ) -> None:
         """A transaction that waits for a lease never keeps the row from its holder."""
-        lease = acquire(lease=1.2)
+        lease = acquire(lease=scaled(1.2))
 
         def wait() -> None:
             with transaction.atomic():
-                locks.for_update(key, timeout=2.8)
+                locks.for_update(key, timeout=scaled(2.8))
 
         waiting = other.start(wait)
-        always(lambda: lease.held, during=2.6, what="held")
+        always(lambda: lease.held, during=scaled(2.6), what="held")
         with pytest.raises(LockTimeout):
             waiting.result(timeout=DEADLINE)
         assert lease.release() is True

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dblocks import InvalidKey, distributed_lock, make_key, validation
@@ -87,6 +87,7 @@ def apart(parts: list[Any]) -> list[tuple[type, Any]]:
     return [(type(one), one) for one in parts]
 
 
+@settings(deadline=None)
 @given(several, several)
 def test_property(one: list[Any], other: list[Any]) -> None:
     """Keys are valid, and the same if, and only if, their parts are."""
@@ -94,6 +95,7 @@ def test_property(one: list[Any], other: list[Any]) -> None:
     assert (make_key(*one) == make_key(*other)) == (apart(one) == apart(other))
 
 
+@settings(deadline=None)
 @given(several)
 def test_joined_differently(parts: list[Any]) -> None:
     """What was joined before is one part, and no longer several."""

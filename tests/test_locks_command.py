@@ -28,13 +28,12 @@ from dblocks.conf import backends
 from dblocks.interventions import Intervention
 from dblocks.management import statuses
 from dblocks.management.commands import locks
-from dblocks.management.commands.locks import Command
 from dblocks.management.rendering import as_json, cells_in, holder_of, table
 from dblocks.management.sources import Table
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
-from tests.support.commands import Commands
+from tests.support.commands import Commands, running_locks
 from tests.support.factories import LockFactory, now, stored
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
@@ -55,17 +54,7 @@ class Terminal(StringIO):
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command as from the command line: its status, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = 0
-        try:
-            Command().run_from_argv(["manage.py", "locks", *arguments])
-        except SystemExit as end:
-            status = int(end.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    return running_locks(capsys)
 
 
 def one_of_each() -> None:

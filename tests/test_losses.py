@@ -18,7 +18,7 @@ from dblocks.holding import news
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
 from tests.support.processes import run_python
-from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -103,11 +103,11 @@ def test_renewals_after_a_loss_that_cant_be_logged(
     acquire: Leases, key: str, handler: Unfit, obtainable: Obtainable
 ) -> None:
     """Other leases are renewed after, and while, a log handler fails."""
-    before = acquire(f"{key}:before", lease=1.5)
+    before = acquire(f"{key}:before", lease=scaled(1.5))
     acquire(f"{key}:lost", lease=0.3, renew=False)
     assert handler.reached.wait(DEADLINE)
-    after = acquire(lease=1.5)
-    always(lambda: before.held and after.held, during=3, what="held")
+    after = acquire(lease=scaled(1.5))
+    always(lambda: before.held and after.held, during=scaled(3), what="held")
     assert not obtainable()
     assert before.release() is True
     assert after.release() is True
@@ -135,16 +135,16 @@ def failing_renewals(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return let_fail
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failed_renewal_that_cant_be_logged(
     acquire: Leases, handler: Unfit, failing_renewals: Callable[[int], None]
 ) -> None:
     """A failed renewal is repeated in time although the failure can't be logged."""
-    lease = acquire(lease=3)
+    lease = acquire(lease=scaled(3))
     failing_renewals(1)
     assert handler.reached.wait(DEADLINE)
-    always(lambda: lease.held, during=3.5, what="held")
+    always(lambda: lease.held, during=scaled(3.5), what="held")
     assert lease.release() is True
 
 
@@ -166,14 +166,16 @@ def test_dropped_inner_lease(
 
     The outer one's object is referred to all the time: it holds nothing any more.
     """
-    outer = acquire(lease=1.2)
-    inner = [lock(lease=1.2).acquire(timeout=0)]
+    # No other thread runs while all that tests have left is collected.
+    length = scaled(2)
+    outer = acquire(lease=length)
+    inner = [lock(lease=length).acquire(timeout=0)]
     if not dropped_first:
         assert outer.release() is True
     drop(inner)
     if dropped_first:
         assert outer.release() is True
-    eventually(obtainable, within=1.2 + SLACK, what="the end of the lease")
+    eventually(obtainable, within=length + SLACK, what="the end of the lease")
     assert not outer.held
 
 
@@ -181,25 +183,25 @@ def test_dropped_inner_lease_of_a_held_one(
     acquire: Leases, lock: Locks, obtainable: Obtainable
 ) -> None:
     """An outer lease that is held is renewed on, whatever becomes of an inner one."""
-    outer = acquire(lease=2.4)
-    inner = [lock(lease=2.4).acquire(timeout=0)]
+    outer = acquire(lease=scaled(2.4))
+    inner = [lock(lease=scaled(2.4)).acquire(timeout=0)]
     drop(inner)
-    always(lambda: outer.held, during=3.5, what="held")
+    always(lambda: outer.held, during=scaled(3.5), what="held")
     assert not obtainable()
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_left_to_lapse(lock: Locks, obtainable: Obtainable) -> None:
     """A lease that couldn't be released on leaving is not renewed any more."""
     left: list[Lease] = []
     try:
-        with lock(lease=1.2) as lease:
+        with lock(lease=scaled(1.2)) as lease:
             left.append(lease)
             connection.set_autocommit(False)
     finally:
         connection.rollback()
         connection.set_autocommit(True)
-    eventually(obtainable, within=1.2 + SLACK, what="the end of the lease")
+    eventually(obtainable, within=scaled(1.2) + SLACK, what="the end of the lease")
     assert not left[0].held
 
 
@@ -298,7 +300,7 @@ def test_thread_that_is_chosen_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> No
 def test_news_at_the_end_of_a_process() -> None:
     """A process that ends meanwhile tells it first, and ends as it should."""
     program = """
-import sys, time
+import sys, threading, time
 import django
 from django.conf import settings
 settings.configure(
@@ -308,9 +310,9 @@ django.setup()
 from dblocks import distributed_lock
 
 lease = distributed_lock("a", lease=0.1, renew=False).acquire()
-lease.on_lost(lambda lease: time.sleep(0.3))
-while lease.held:
-    time.sleep(0.01)
+noted = threading.Event()
+lease.on_lost(lambda lease: (noted.set(), time.sleep(0.3)))
+noted.wait(10)
 sys.exit(3)
 """
     ended = run_python("-c", program)

@@ -18,7 +18,7 @@ from django.db import connections
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, current_lease
 from tests.support.fixtures import OtherThread, in_memory, outranks
-from tests.support.timing import DEADLINE, SLACK, always, eventually
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -134,9 +134,9 @@ def test_lease_outlives_its_thread(
 ) -> None:
     """A lease from a thread that has ended is still renewed and held."""
     thread = threads()
-    lease = thread.do(lock(lease=1.2).acquire, timeout=0)
+    lease = thread.do(lock(lease=scaled(1.2)).acquire, timeout=0)
     thread.close()
-    always(lambda: lease.held and not obtainable(), during=2.7, what="held")
+    always(lambda: lease.held and not obtainable(), during=scaled(2.7), what="held")
     assert lease.release() is True
 
 
@@ -331,9 +331,8 @@ def test_async_timeout(lock: Locks, acquire: Leases) -> None:
             await lock().aacquire(timeout=0.5)
         ticker.cancel()
 
-    started = time.monotonic()
-    run(main())
-    assert 0.5 <= time.monotonic() - started <= 0.5 + SLACK
+    with takes(0.5, 0.5 + SLACK):
+        run(main())
     assert ticks > 5
 
 
@@ -428,7 +427,7 @@ def in_forked_child(function: Callable[[], Any]) -> Any:
 
 def test_inherited_lease_is_lost(acquire: Leases, obtainable: Obtainable) -> None:
     """In a forked child the parent's lease is lost; the parent's goes on."""
-    lease = acquire(lease=1.2)
+    lease = acquire(lease=scaled(1.2))
 
     def child() -> list[Any]:
         renewal = "renewed"
@@ -446,7 +445,9 @@ def test_inherited_lease_is_lost(acquire: Leases, obtainable: Obtainable) -> Non
 
     assert in_forked_child(child) == [False, 0.0, "forked", "forked", False]
     always(
-        lambda: lease.held and not obtainable(), during=1.1, what="the parent's lease"
+        lambda: lease.held and not obtainable(),
+        during=scaled(1.1),
+        what="the parent's lease",
     )
     assert lease.release() is True
 
@@ -491,13 +492,13 @@ def test_forked_child_is_another_owner(acquire: Leases, lock: Locks) -> None:
     """A child doesn't enter what its parent holds, and can lock by itself."""
     if in_memory():
         pytest.skip("a database in memory belongs to one process")
-    lease = acquire(lease=2)
+    lease = acquire(lease=scaled(2))
     connections.close_all()
 
     def child() -> list[Any]:
         refused = lock().try_acquire() is None
-        with lock("child's own key", lease=1.2).acquire(timeout=2) as own:
-            until = time.monotonic() + 2
+        with lock("child's own key", lease=scaled(1.2)).acquire(timeout=2) as own:
+            until = time.monotonic() + scaled(2)
             while own.held and time.monotonic() < until:
                 time.sleep(0.05)
             kept = own.held

@@ -80,7 +80,7 @@ with override("ja"):
 
 def run(*command: object, cwd: Path) -> str:
     """Run a program that must succeed, with nothing of the test's environment."""
-    ours = ("PYTHON", "DJANGO", "DATABASE")
+    ours = ("PYTHON", "DJANGO", "DATABASE", "LOCKS", "SQLITE", "CONTRACT", "TEST")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     done = subprocess.run(
         [str(part) for part in command],
@@ -161,6 +161,17 @@ def test_source_distribution(sdist: Path, sources: set[str]) -> None:
         }
     assert {"docs/locks.md", "tests/test_package.py", "bin/test"} <= members
     assert sources - members == set()
+
+
+def test_source_distribution_runs_its_tests(sdist: Path, tmp_path: Path) -> None:
+    """Whoever packages it for a distribution can see that it works."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+    pytest_of = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+    said = run(*pytest_of, "tests/test_keys.py", cwd=folder)
+    assert f"rootdir: {folder}" in said
+    assert " passed" in said
 
 
 def test_wheel(wheel: Path, sources: set[str]) -> None:
@@ -247,4 +258,14 @@ def test_locks(lock: str, groups: list[str]) -> None:
         for name in names:
             assert re.search(rf"^{name.lower()}==\S+ ", pinned, re.MULTILINE), name
     # Whoever installs it decides from where.
+    assert "://" not in pinned
+
+
+def test_lock_of_tox() -> None:
+    """What runs the environments is pinned as well, with hashes."""
+    pinned = (ROOT / "requirements" / "tox.txt").read_text()
+    for name in re.findall(
+        r"^[\w-]+", (ROOT / "requirements" / "tox.in").read_text(), re.MULTILINE
+    ):
+        assert re.search(rf"^{name}==.+ \\\n +--hash=", pinned, re.MULTILINE), name
     assert "://" not in pinned

@@ -147,4 +147,5 @@ def test_row_goes_while_it_is_queued_for(
         with pytest.raises(OperationalError):
             waiting.result()
     else:
+        assert waiting.exception() is None
         assert waiting.result() == key

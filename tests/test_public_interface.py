@@ -119,8 +119,19 @@ test.move_clock(seconds, *, backend='default')
 test.amove_clock(seconds, *, backend='default')
 test.clear_locks(backend='default')
 
+models.DistributedLock.lock_key
+models.DistributedLock.permit
+admin.DistributedLockAdmin
+conf.backends
+
 backends.database.DatabaseBackend
 backends.locmem.LocMemBackend
+backends.base.BaseBackend.entries(self, key=None)
+backends.base.BaseBackend.waiters(self, key)
+backends.base.BaseBackend.force_release(self, key, *, version=None, older_than=None, \
+by=None, reason='', permit=None)
+backends.base.BaseBackend.request_release(self, key, *, version=None, by=None, \
+reason='', permit=None)
 backends.redis.RedisBackend
 backends.zookeeper.ZooKeeperBackend
 middleware.LockTimeoutMiddleware
@@ -132,10 +143,11 @@ OPTIONS = {
     "run_locked": "--wait --no-wait --lease --hold-at-least --note --backend --permits "
     "--skip-if-locked --conflict-exit-code --lost-exit-code --kill-after --shell "
     "--django --ignore-requests",
-    "locks list": "--state --json --watch --database --backend",
-    "locks show": "--permit --database --backend",
-    "locks release": "--permit --fencing-token --older-than --reason --yes --ask "
-    "--database --backend",
+    "locks list": "--state --key --holder --sort --limit --json --watch --database "
+    "--backend",
+    "locks show": "--permit --json --database --backend",
+    "locks release": "--permit --key --holder --fencing-token --older-than --reason "
+    "--yes --ask --database --backend",
     "locks prune": "--older-than --dry-run --database --backend",
 }
 
@@ -202,6 +214,8 @@ def test_exceptions() -> None:
     assert (timeout.permit, timeout.backend) == (None, "default")
     lost = LeaseLost("k", fencing_token=7, reason="taken")
     assert (lost.key, lost.fencing_token, lost.reason) == ("k", 7, "taken")
+    assert "'k' (fencing token 7) is lost" in str(lost)
+    assert "'k' is lost" in str(LeaseLost("k", reason="taken"))
 
 
 def test_model() -> None:

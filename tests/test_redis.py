@@ -20,7 +20,12 @@ import redis
 from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from dblocks import Lease, LeaseLost, LockTimeout, clock, distributed_lock, signals
@@ -28,12 +33,14 @@ from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
 from dblocks.backends.values import Grant, Renewal, Request
 from dblocks.conf import backends
-from tests.faults.crew import Crew, Member
+from tests.faults.clocks import faketime
+from tests.faults.crew import Crew
+from tests.faults.exclusion import exclude
 from tests.faults.history import verify
 from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Worker, Workers, run_python
-from tests.support.services import Redis
+from tests.support.processes import Worker, Workers, resume, run_python, stop
+from tests.support.services import HOST, Redis
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.test_ownership import in_forked_child
 
@@ -156,7 +163,7 @@ def test_out_of_reach(settings: Any, key: str, fault: str) -> None:
         began = time.monotonic()
         {
             "killed": server.kill,
-            "stopped": lambda: os.kill(server.pid, signal.SIGSTOP),
+            "stopped": lambda: stop(server.pid),
             "swallowed": lambda: setattr(proxy, "swallow", True),
         }[fault]()
         try:
@@ -178,13 +185,117 @@ def test_out_of_reach(settings: Any, key: str, fault: str) -> None:
             if fault == "killed":
                 server.start()
             elif fault == "stopped":
-                os.kill(server.pid, signal.SIGCONT)
+                resume(server.pid)
             proxy.swallow = False
             waiter.close()
         # What was asked of a server that only stood is done when it goes on.
         after = distributed_lock(key, lease=length).acquire(timeout=scaled(8))
         assert (after.fencing_token or 0) > (lease.fencing_token or 0)
         after.release()
+
+
+def test_black_hole_beyond_the_lease(settings: Any, key: str, threads: Threads) -> None:
+    """A holder that is cut off knows in time; another has the key at the lease's end.
+
+    The holder's socket hangs for longer.
+    """
+    length = scaled(2)
+    with Redis() as server, Proxy(server.port) as proxy:
+        use(settings, server.url())
+        entry = {"BACKEND": BACKEND, "LOCATION": f"redis://127.0.0.1:{proxy.port}/0"}
+        settings.DBLOCKS = {**settings.DBLOCKS, "cut off": entry}
+        own = distributed_lock(key, backend="cut off", lease=length)
+        lease = own.acquire(timeout=0)
+        lost: list[float] = []
+        lease.on_lost(lambda lease: lost.append(time.monotonic()))
+
+        def wait() -> tuple[Lease, float, bool]:
+            theirs = distributed_lock(key, timeout=DEADLINE, lease=60).acquire()
+            return theirs, time.monotonic(), lease.held
+
+        answer = threads().start(wait)
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        proxy.swallow = True
+        deadline = end = 0.0
+
+        def watch() -> bool:
+            nonlocal deadline, end
+            before = time.monotonic()
+            seen = engine().read(key)
+            if seen is not None and seen.owner == lease.owner:
+                end = before + seen.remaining
+            if left := lease.remaining():
+                deadline = time.monotonic() + left
+            return bool(answer.done())
+
+        eventually(watch, what="the successor")
+        theirs, granted, held = answer.result()
+        assert not held
+        assert end - 0.01 <= granted <= end + SLACK
+        eventually(lambda: lost, what="the news")
+        assert lost[0] <= deadline + SLACK
+        assert lease.lost_reason == "backend"
+        proxy.swallow = False
+        assert lease.release() is False
+        theirs.renew()
+        assert theirs.release() is True
+
+
+def test_out_of_memory(settings: Any, key: str, threads: Threads) -> None:
+    """No verb takes that for a lock that is taken; a lease is lost on time."""
+    free, length = f"{key}:free", scaled(2.5)
+    with Redis(arguments=["--maxmemory-policy", "noeviction"]) as server:
+        use(settings, server.url(), "second")
+        inside: Any = redis.Redis.from_url(server.url())
+        lost: list[float] = []
+        lease = distributed_lock(key, lease=length).acquire(timeout=0)
+        lease.on_lost(lambda lease: lost.append(time.monotonic()))
+        inside.config_set("maxmemory", 1)
+        began = time.monotonic()
+        for ask in (
+            distributed_lock(free).try_acquire,
+            distributed_lock(free, timeout=0.3).acquire,
+            distributed_lock(free, f"{free}:2", timeout=0.3).acquire,
+            distributed_lock(free, permits=2, timeout=0.3).acquire,
+            # Somebody has it, but the queue can't be joined.
+            distributed_lock(key, timeout=0.3, backend="second").acquire,
+            lease.renew,
+        ):
+            with takes(at_most=SLACK), pytest.raises(OutOfMemoryError):
+                ask()
+        eventually(lambda: lost, what="the loss")
+        assert lost[0] - began < length + SLACK
+        assert lease.lost_reason == "backend"
+        assert not distributed_lock(free).locked()
+        inside.config_set("maxmemory", 0)
+        later = distributed_lock(key, timeout=DEADLINE, backend="second").acquire()
+        assert (later.fencing_token or 0) > (lease.fencing_token or 0)
+        assert lease.release() is False
+        assert later.release() is True
+
+
+def test_replica(settings: Any, key: str) -> None:
+    """What can't be written to is an error, also where the key is seen to be taken."""
+    free = f"{key}:free"
+    at_once = ["--repl-diskless-sync-delay", "0"]
+    with Redis(arguments=at_once) as master, ExitStack() as stack:
+        after = ["--replicaof", f"{HOST} {master.port}"]
+        replica = stack.enter_context(Redis(arguments=after))
+        use(settings, master.url())
+        entry = {"BACKEND": BACKEND, "LOCATION": replica.url()}
+        settings.DBLOCKS = {**settings.DBLOCKS, "replica": entry}
+        here: dict[str, Any] = {"backend": "replica"}
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        eventually(distributed_lock(key, **here).locked, what="the copy")
+        for ask in (
+            distributed_lock(free, **here).try_acquire,
+            distributed_lock(free, f"{free}:2", timeout=0.3, **here).acquire,
+            distributed_lock(key, timeout=0.3, **here).acquire,
+        ):
+            with takes(at_most=2.5 + SLACK), pytest.raises(ReadOnlyError):
+                ask()
+        assert lease.release() is True
+        assert not distributed_lock(free).locked()
 
 
 def test_down_when_a_waiter_queues(
@@ -418,6 +529,14 @@ def test_sentinel_takes_what_the_url_says(settings: Any) -> None:
     assert pool.connection_kwargs["password"] == "s3cret"
     assert pool.connection_kwargs["db"] == 7
     assert "SSL" in pool.connection_class.__name__
+
+
+def test_unix_socket(settings: Any, shared: Redis, key: str) -> None:
+    """A server may be reached by its socket."""
+    use(settings, f"unix://{shared._socket}?db=0")
+    with distributed_lock(key, timeout=0) as lease:
+        lease.renew()
+        assert redis.Redis.from_url(shared.url()).exists(f"dblocks:{{lock:{key}}}:row")
 
 
 def test_wrong_password(settings: Any, key: str) -> None:
@@ -1080,60 +1199,58 @@ def crew(committed: None) -> Iterator[Crew]:
     crew.close()
 
 
-def pause(crew: Crew, seconds: float) -> None:
-    """Let so much time go by, and take in what is told meanwhile."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        crew.take_in(wait=0.02)
-
-
-def stop_while_holding(crew: Crew, member: Member) -> None:
-    """Suspend a process that has been granted a lock and hasn't given it back."""
-
-    def holds() -> bool:
-        return bool(member.told) and member.told[-1]["event"] == "grant"
-
-    while True:
-        crew.until(holds, what="a grant")
-        member.stop()
-        pause(crew, 0.05)
-        if holds():
-            return
-        member.resume()
-
-
 @pytest.mark.timeout(120)
 def test_exclusion_with_killed_and_stopped_holders(crew: Crew, key: str) -> None:
     """No two hold a key at once, and its tokens rise, whatever becomes of holders."""
-    start = time.monotonic() + 1
-    end = start + scaled(8)
-    table = [
-        {
-            "keys": [f"{key}:0", f"{key}:1", {"key": f"{key}:p", "permits": [2, 3]}],
-            "start": start,
-            "until": end,
-            "seed": number,
-            "timeout": 1.0 if number else 0,
-            "hold": 0.05 if number == 1 else 0.002,
-            "lease": scaled(0.5),
-            "backend": "redis",
+    length = scaled(0.5)
+    assert exclude(crew, key, "redis", length=length, lease=length) > 50
+
+
+@pytest.mark.timeout(120)
+def test_wrong_wall_clocks(backend: str, key: str) -> None:
+    """Clients a day ahead and a day behind get what the server's clock grants."""
+    code = "import time; print(time.time())"
+    crews: list[Crew] = []
+    try:
+        for days in (1, -1):
+            wrong = faketime(FAKETIME=f"{days:+d}d")
+            shown = run_python("-c", code, env={**os.environ, **wrong}).stdout
+            assert abs(float(shown) - time.time() - days * 86400) < 60
+            crew = Crew(wrong)
+            crews.append(crew)
+            name = f"{key}:{days:+d}d"
+            told = {"key": name, "until": time.monotonic() + 60, "backend": backend}
+            holder = crew.fork("hold", lease=20.0, renew=False, **told)
+            holder.expect("held", within=2 * DEADLINE)
+            [entry] = backends[backend].entries(name)
+            assert 20 - SLACK - DEADLINE < entry.remaining <= 20
+            assert entry.acquired_at is not None
+            assert abs(entry.acquired_at.timestamp() - time.time()) < 60
+            assert distributed_lock(name, backend=backend).try_acquire() is None
+        row = {
+            "keys": [
+                f"{key}:0",
+                [f"{key}:0", f"{key}:1"],
+                {"key": f"{key}:p", "permits": [2, 3]},
+            ],
+            "until": time.monotonic() + DEADLINE,
+            "rounds": 60,
+            "timeout": 1.0,
+            "backend": backend,
         }
-        for number in range(6)
-    ]
-    members = crew.fork_all("contend", table)
-    victims = members[1:3]
-    while time.monotonic() < end - 2:
-        stop_while_holding(crew, victims[0])
-        pause(crew, scaled(0.7))
-        victims[0].resume()
-        pause(crew, scaled(0.2))
-    victims[1].kill()
-    crew.until(lambda: all(m.ended for m in members), 3 * DEADLINE, "the end")
-    history = crew.history()
-    verify(history)
-    # Who stood for longer than its lease was told so when it gave back.
-    assert victims[0].who in {error["who"] for error in crew.errors()}
-    assert sum(event.what == "grant" for event in history) > 200
+        table = [{**row, "seed": seed} for seed in range(2)]
+        working = [crew.fork_all("contend", table) for crew in crews]
+        history = []
+        for number, crew in enumerate(crews):
+            crew.finish(working[number], within=3 * DEADLINE)
+            for event in crew.history():
+                process = f"{event.process} of crew {number}"
+                history.append(replace(event, process=process))
+        verify(history)
+        assert sum(event.what == "grant" for event in history) > 100
+    finally:
+        for crew in crews:
+            crew.close()
 
 
 def test_a_wait_that_runs_out(here: Any, key: str) -> None:

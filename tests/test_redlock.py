@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +17,11 @@ from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
 from dblocks.backends.values import Grant, Request
 from dblocks.conf import backends
+from tests.faults.crew import Crew
+from tests.faults.exclusion import exclude
 from tests.faults.proxy import Proxy
 from tests.support.fixtures import OtherThread
+from tests.support.processes import resume, stop
 from tests.support.services import Redis
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.test_redis import BACKEND, heard
@@ -42,7 +43,7 @@ def servers(five: list[Redis], settings: Any) -> Iterator[list[Redis]]:
     yield five
     for server in five:
         server.start()
-        os.kill(server.pid, signal.SIGCONT)
+        resume(server.pid)
         redis.Redis.from_url(server.url()).flushall()
 
 
@@ -77,13 +78,13 @@ def holders(servers: list[Redis], key: str) -> list[str]:
     return found
 
 
-def stop(server: Redis) -> None:
-    os.kill(server.pid, signal.SIGSTOP)
+def pause(server: Redis) -> None:
+    stop(server.pid)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
-    ("fault", "seconds"), [(Redis.kill, 0.1), (stop, 0.25)], ids=["down", "stopped"]
+    ("fault", "seconds"), [(Redis.kill, 0.1), (pause, 0.25)], ids=["down", "stopped"]
 )
 def test_minority_is_out_of_reach(
     servers: list[Redis], key: str, number: int, fault: Any, seconds: float
@@ -106,7 +107,7 @@ def test_minority_is_out_of_reach(
     assert set(holders(servers[number:], key)) == {""}
 
 
-@pytest.mark.parametrize("fault", [Redis.kill, stop], ids=["down", "stopped"])
+@pytest.mark.parametrize("fault", [Redis.kill, pause], ids=["down", "stopped"])
 def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) -> None:
     """That is an error and never "taken"; what is held is lost on time."""
     length = scaled(2)
@@ -133,21 +134,44 @@ def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) ->
     assert lease.lost_reason == "backend"
 
 
-def test_restarted_empty(servers: list[Redis], key: str) -> None:
-    """One that forgets changes nothing; three that forget lose the lease."""
-    lease = distributed_lock(key, lease=30).acquire(timeout=0)
-    for server in servers[:2]:
-        redis.Redis.from_url(server.url()).flushall()
-    lease.renew()
-    assert lease.held
-    assert distributed_lock(key, owner="other").try_acquire() is None
-    assert [bool(holder) for holder in holders(servers, key)] == [False] * 2 + [
-        True
-    ] * 3
-    redis.Redis.from_url(servers[2].url()).flushall()
-    with pytest.raises(LeaseLost) as caught:
+def test_restarted_without_file(settings: Any, key: str) -> None:
+    """Two servers that forget what they granted change nothing; three lose it."""
+    # Like another process, so that a loss is known by the renewal alone.
+    other = distributed_lock(key, lease=60, timeout=0, backend="second")
+    with ExitStack() as stack:
+        forgetful = ["--appendonly", "no"]
+        servers = [stack.enter_context(Redis(arguments=forgetful)) for _ in range(5)]
+        urls = [server.url() for server in servers]
+        # All that run must answer.
+        use(settings, urls, OPTIONS={"socket_timeout": 5})
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        for server in servers[:2]:
+            server.kill()
+        assert other.try_acquire() is None
+        for server in servers[:2]:
+            server.start()
+        assert other.try_acquire() is None
         lease.renew()
-    assert caught.value.reason == "expired"
+        assert holders(servers, key) == ["", ""] + [lease.owner] * 3
+        assert other.try_acquire() is None
+        assert lease.release() is True
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        assert holders(servers, key) == [lease.owner] * 5
+        for server in servers[2:]:
+            server.kill()
+        with pytest.raises(RedisError, match="3 of 5 servers did not answer"):
+            other.try_acquire()
+        for server in servers[2:]:
+            server.start()
+        with other.acquire() as theirs:
+            # Until its next renewal there are two holders.
+            assert lease.held
+            with pytest.raises(LeaseLost) as caught:
+                lease.renew()
+            assert caught.value.reason == "taken"
+            assert not lease.held
+            assert lease.release() is False
+            theirs.renew()
 
 
 def test_votes_that_split(servers: list[Redis], key: str) -> None:
@@ -208,6 +232,23 @@ def test_contenders(servers: list[Redis], key: str) -> None:
     assert not faults
     assert min(counts.values()) > 5
     eventually(lambda: set(holders(servers, key)) == {""}, within=SLACK)
+
+
+@pytest.fixture
+def crew(servers: list[Redis], committed: None) -> Iterator[Crew]:
+    """Run programs in processes whose locks are on these servers."""
+    urls = ",".join(server.url() for server in servers)
+    # A server that waits for a processor answers late.
+    crew = Crew({"REDLOCK_URLS": urls, "REDLOCK_SOCKET_TIMEOUT": "5"})
+    yield crew
+    crew.close()
+
+
+@pytest.mark.timeout(120)
+def test_exclusion_with_killed_and_stopped_holders(crew: Crew, key: str) -> None:
+    """No two hold a key at once, whatever becomes of holders."""
+    length = scaled(1)
+    assert exclude(crew, key, "redlock", length=length, lease=length) > 20
 
 
 def test_undo_of_a_co_owner(servers: list[Redis], settings: Any, key: str) -> None:

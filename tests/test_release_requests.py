@@ -16,7 +16,7 @@ from dblocks.exceptions import InvalidKey
 from dblocks.models import DistributedLock
 from dblocks.signals import lock_release_requested
 from tests.support.factories import LockFactory, stored
-from tests.support.fixtures import OtherThread, fitting
+from tests.support.fixtures import fitting
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled
 
@@ -210,7 +210,7 @@ def test_async(engine: BaseBackend, lock: Locks, key: str) -> None:
     assert asyncio.run(asyncio.wait_for(lead(), DEADLINE)) is True
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_manager(acquire: Acquire, key: str, caplog: pytest.LogCaptureFixture) -> None:
     """The row tells since when, the log who asked and why; once more does nothing."""
     caplog.set_level("INFO", "dblocks")
@@ -230,7 +230,7 @@ def test_manager(acquire: Acquire, key: str, caplog: pytest.LogCaptureFixture) -
     assert stored(key).release_requested_at is None
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_expired_holder(committed: None, key: str) -> None:
     """Who is overdue may be dead: nobody says that it was asked."""
     row = LockFactory(key=key, expired=True)
@@ -239,19 +239,26 @@ def test_expired_holder(committed: None, key: str) -> None:
     assert stored(key).release_requested_at is None
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_shared_owners")
 def test_another_process(
-    workers: Workers, other: OtherThread, engine: BaseBackend, key: str, lock: Locks
+    workers: Workers, engine: BaseBackend, backend: str, key: str, lock: Locks
 ) -> None:
     """Two processes that present one owner's id are both asked."""
-    lease = lock(owner="leader", lease=LEASE).acquire()
-    worker = workers.start("hold", key=key, owner="leader", lease=LEASE)
-    worker.expect("held")
+    options = fitting(backend, {"owner": "leader", "lease": LEASE})
+    lease = lock(**options).acquire()
+    worker = workers.start("obey", key=key, backend=backend, **options)
+    assert worker.expect("held")["token"] == lease.fencing_token
     assert engine.request_release(key)
     eventually(lambda: lease.release_requested, what="the request")
+    assert worker.expect("asked", within=LEASE + SLACK)["held"] is True
+    assert lease.held
     assert lease.release()
+    worker.tell("release")
+    assert worker.expect("released")["result"] is True
+    worker.until_done()
 
 
+@pytest.mark.needs("has_table")
 @pytest.mark.django_db
 def test_in_a_test_case(key: str) -> None:
     """Inside a TestCase's transaction the holder finds out when it renews."""

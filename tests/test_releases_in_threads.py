@@ -38,7 +38,7 @@ def told_losses(*leases: Lease) -> list[Lease]:
 
 
 @OWNERS
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("count", [2, 3])
 def test_release_overtaken_by_the_next(
     acquire: Leases,
@@ -110,7 +110,7 @@ def test_released_at_once(
 
 
 @OWNERS
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("place", ["in a transaction", "in autocommit"])
 def test_entered_again_beside_a_release(
     acquire: Leases,

@@ -450,7 +450,7 @@ def test_force_release(commands: Commands, key: str, stubborn: bool) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[key, "--lease", "1.5", "--kill-after", "0.4"],
+        *[key, "--lease", "3", "--kill-after", "0.4"],
         *(stubborn_family(file) if stubborn else shell(SLEEP, file)),
     )
     pids = family(commands, file) if stubborn else commands.pids(file)
@@ -468,7 +468,7 @@ def test_one_of_several_lost(commands: Commands, key: str, lost: int) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[*keys, "--lease", "1.5", "--kill-after", "0.4"],
+        *[*keys, "--lease", "3", "--kill-after", "0.4"],
         *stubborn_family(file),
     )
     pids = family(commands, file)
@@ -503,7 +503,7 @@ def test_lost_to_somebody_else(commands: Commands, key: str) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[key, "--lease", "1.5", "--lost-exit-code", "42"],
+        *[key, "--lease", "3", "--lost-exit-code", "42"],
         *shell(SLEEP, file),
     )
     [pid] = commands.pids(file)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import redis
 from redis.exceptions import RedisError
 
 from dblocks import LeaseLost, LockTimeout, distributed_lock
+from tests.support.processes import resume, stop
 from tests.support.services import HOST, Redis
 from tests.support.timing import DEADLINE, eventually
 from tests.test_redis import BACKEND, token_of
@@ -95,16 +94,16 @@ def look_and_take(key: str) -> int:
         return lease.fencing_token or 0
 
 
-def until_promoted(replica: Redis) -> None:
-    inside: Any = redis.Redis.from_url(replica.url(), decode_responses=True)
+def until_role(server: Redis, role: str) -> None:
+    inside: Any = redis.Redis.from_url(server.url(), decode_responses=True)
 
-    def promoted() -> bool:
-        # Sentinel closes the clients' connections to whom it promotes.
+    def has_it() -> bool:
+        # Sentinel closes the clients' connections to whom it promotes or demotes.
         with suppress(RedisError):
-            return bool(inside.info()["role"] == "master")
+            return bool(inside.info()["role"] == role)
         return False
 
-    eventually(promoted, what="the promotion")
+    eventually(has_it, what=f"a new {role}")
 
 
 @pytest.mark.timeout(90)
@@ -118,11 +117,11 @@ def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
     if fault == "killed":
         master.kill()
     else:
-        os.kill(master.pid, signal.SIGSTOP)
+        stop(master.pid)
     # An error, or the replica's answer if it was promoted while the try went on.
     with suppress(RedisError):
         assert distributed_lock(key, owner="other").try_acquire() is None
-    until_promoted(replica)
+    until_role(replica, "master")
     # What was open to the old master costs one failure at most, not one each.
     with suppress(RedisError):
         lease.renew()
@@ -133,9 +132,8 @@ def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
     assert lease.release() is True
     assert token_of(key) > (lease.fencing_token or 0)
     if fault == "stopped":
-        os.kill(master.pid, signal.SIGCONT)
-        inside: Any = redis.Redis.from_url(master.url(), decode_responses=True)
-        eventually(lambda: inside.info()["role"] == "slave", what="the demotion")
+        resume(master.pid)
+        until_role(master, "slave")
         assert token_of(key) > (lease.fencing_token or 0)
 
 
@@ -143,12 +141,12 @@ def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
 def test_what_the_replica_did_not_know(service: tuple[Redis, Redis], key: str) -> None:
     """A grant that was not copied yet is lost, as is said; its token is outranked."""
     master, replica = service
-    os.kill(replica.pid, signal.SIGSTOP)
+    stop(replica.pid)
     redis.Redis.from_url(master.url()).client_kill_filter(_type="replica")
     lease = distributed_lock(key, lease=30).acquire(timeout=0)
     master.kill()
-    os.kill(replica.pid, signal.SIGCONT)
-    until_promoted(replica)
+    resume(replica.pid)
+    until_role(replica, "master")
     theirs = eventually(lambda: attempt(key), what="another grant")
     assert (theirs.fencing_token or 0) > (lease.fencing_token or 0)
     with pytest.raises(LeaseLost) as caught:

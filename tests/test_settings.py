@@ -226,6 +226,7 @@ def two_databases() -> Any:
         cursor.execute(f"DELETE FROM {DistributedLock._meta.db_table}")
 
 
+@pytest.mark.needs("has_table")
 def test_router(settings: Any, key: str, two_databases: None) -> None:
     """Without using, the router's database for writing has the locks."""
     settings.DATABASE_ROUTERS = [Router()]
@@ -236,6 +237,7 @@ def test_router(settings: Any, key: str, two_databases: None) -> None:
     assert lease.lost_reason is None
 
 
+@pytest.mark.needs("has_table")
 def test_using_instead_of_the_router(
     settings: Any, key: str, two_databases: None
 ) -> None:
@@ -247,6 +249,7 @@ def test_using_instead_of_the_router(
         assert not is_held_in("locks", key)
 
 
+@pytest.mark.needs("has_table")
 def test_manager_follows_the_setting(
     settings: Any, key: str, two_databases: None
 ) -> None:

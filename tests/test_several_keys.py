@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from dblocks import (
 )
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from dblocks.test import hold_elsewhere
+from dblocks.test import hold_elsewhere, move_clock
+from dblocks.waiting.queue import queues
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, fitting
+from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.test_ownership import run
 
@@ -129,10 +132,15 @@ def test_one_timeout_for_all(
     first, second = (hold_elsewhere(name, backend=backend) for name in names[1:])
     with second:
         first.__enter__()
-        asked = other.start(together().acquire, timeout=0.6)
-        time.sleep(0.4)
+        asked = other.start(together().acquire, timeout=scaled(2))
+        eventually(
+            lambda: queues.find(backends[backend], names[1]),
+            what="the wait for the first key",
+        )
+        time.sleep(scaled(1.5))
         first.__exit__(None, None, None)
-        with takes(0, 0.2 + SLACK), pytest.raises(LockTimeout) as caught:
+        # Waited for anew, it would take 2 s.
+        with takes(0, scaled(0.5) + SLACK), pytest.raises(LockTimeout) as caught:
             asked.result(DEADLINE)
         assert caught.value.key == names[2]
 
@@ -153,20 +161,24 @@ def test_waits_for_the_last(
     assert asked.result(DEADLINE) == [True] * 3
 
 
+@pytest.mark.needs("has_own_leases", "has_movable_clock")
 def test_lost_while_others_are_waited_for(
     together: Together, names: list[str], backend: str, other: OtherThread
 ) -> None:
     """A key that is lost meanwhile is taken again before the block begins."""
-    first, last = sorted(names)[0], sorted(names)[2]
+    last = max(names)
 
     def take() -> list[bool]:
-        with together(timeout=DEADLINE, lease=0.4, renew=False) as leases:
+        with together(timeout=61 + DEADLINE, lease=60, renew=False) as leases:
             return [lease.held for lease in leases.values()]
 
-    with hold_elsewhere(last, backend=backend):
+    with hold_elsewhere(last, lease=600, backend=backend):
         asked = other.start(take)
-        eventually(lambda: distributed_lock(first, backend=backend).locked())
-        time.sleep(0.6)
+        eventually(
+            lambda: queues.find(backends[backend], last),
+            what="the wait for the last key",
+        )
+        move_clock(61, backend=backend)
     assert asked.result(DEADLINE) == [True] * 3
 
 
@@ -241,7 +253,7 @@ def test_one_is_lost_in_a_transaction(
     assert leases.release() is False
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("size", [2, 10, 100, 300])
 def test_statements(together: Together, key: str, size: int) -> None:
     """Free keys cost what one costs, however many they are."""
@@ -272,7 +284,7 @@ def pay(balance: int, account: Any, lock: Any, lost: str | None = None) -> None:
             DistributedLock.objects.force_release(lost)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_guard")
 def test_guard(together: Together, names: list[str]) -> None:
     """The guard pins all rows; one that is lost is enough to roll back."""
     account = AccountFactory()
@@ -294,7 +306,7 @@ def test_guard(together: Together, names: list[str]) -> None:
     assert leases.release() is False
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_guard")
 def test_atomic(together: Together, names: list[str]) -> None:
     """A transaction commits only while all are held."""
     account = AccountFactory()
@@ -489,24 +501,28 @@ def test_co_owner_comes_while_others_are_waited_for(
         assert leases.release() is True
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_shared_owners")
 def test_set_of_two_owners_ids(
-    together: Together, names: list[str], free: Callable[..., bool]
+    together: Together,
+    names: list[str],
+    free: Callable[..., bool],
+    backend: str,
+    workers: Workers,
 ) -> None:
     """A set may share one key by its owner's id and another with a co-owner."""
     first, second = sorted(names)[:2]
     outer = together(first).acquire()
     both = together(first, second, owner=outer.owner).acquire()
-    # In another process.
-    theirs = DistributedLock.objects.acquire(second, owner=outer.owner, lease=60)
-    assert theirs is not None
+    co_owner = {"key": second, "backend": backend, "owner": outer.owner}
+    theirs = workers.start("hold", **co_owner)
+    theirs.expect("held")
     assert outer.release() is True
     assert both.release() is True
     assert free(first)
     assert not free(second)
-    assert DistributedLock.objects.release(
-        second, owner=outer.owner, version=theirs.version
-    )
+    theirs.tell("release")
+    assert theirs.expect("released")["result"] is True
+    theirs.until_done()
     assert free(second)
 
 
@@ -516,12 +532,18 @@ def test_loop_that_is_closed(
     """A closed event loop takes a waiting set along: what it had lapses."""
     loop = asyncio.new_event_loop()
     with hold_elsewhere(max(names), backend=backend):
-        waiting = loop.create_task(together(lease=0.6).aacquire(timeout=None))
-        loop.run_until_complete(asyncio.sleep(0.4))
-        assert not free(min(names))
+        lock = together(lease=scaled(1.2))
+        waiting = loop.create_task(lock.aacquire(timeout=None))
+
+        def has_the_first() -> bool:
+            loop.run_until_complete(asyncio.sleep(0.05))
+            return distributed_lock(min(names), backend=backend).locked()
+
+        eventually(has_the_first, what="the first key taken")
         loop.close()
         eventually(lambda: free(min(names)), what="the end of the lease")
         waiting.get_coro().close()
+        waiting._log_destroy_pending = False
 
 
 @pytest.mark.needs("has_cooling")
@@ -544,7 +566,7 @@ def test_locked(together: Together, names: list[str], backend: str) -> None:
     assert not together().locked()
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_locked_is_one_statement(together: Together, names: list[str]) -> None:
     """However many keys are asked about."""
     with together() as leases, CaptureQueriesContext(connection) as queries:
@@ -667,6 +689,23 @@ def test_opposite_orders(together: Together, key: str) -> None:
     assert errors == []
 
 
+def test_opposite_orders_of_processes(backend: str, workers: Workers, key: str) -> None:
+    """So do processes, and no two of them ever have the same key."""
+    names = [f"{key}:{number}" for number in range(4)]
+    options = {"keys": names, "rounds": 6, "backend": backend}
+    tables = [{**options, "timeout": 2 * DEADLINE, "seed": seed} for seed in range(3)]
+    takers = workers.start_all("take_sets", tables)
+    for taker in takers:
+        taker.expect("ready")
+    for taker in takers:
+        taker.tell("go")
+    turns = [turn for taker in takers for turn in taker.until_done(3 * DEADLINE)]
+    assert len(turns) == 18
+    for name in names:
+        inside = sorted((t["start"], t["end"]) for t in turns if name in t["keys"])
+        assert all(end <= start for (_, end), (start, _) in pairwise(inside)), name
+
+
 def test_hold_elsewhere(names: list[str], together: Together, backend: str) -> None:
     """The competitor of a test holds several as well."""
     with hold_elsewhere(*names, backend=backend) as leases:
@@ -680,7 +719,7 @@ def test_hold_elsewhere(names: list[str], together: Together, backend: str) -> N
 # In the caller's transaction
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows(names: list[str], size: int, committed: None) -> None:
     """transaction_lock() locks all rows and yields them by key, in their order."""
@@ -693,7 +732,7 @@ def test_rows(names: list[str], size: int, committed: None) -> None:
                 distributed_lock(wanted[0]).acquire(timeout=0)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("nowait", [True, False])
 def test_rows_of_which_one_is_leased(
     names: list[str], committed: None, nowait: bool, free: Callable[..., bool]
@@ -737,7 +776,7 @@ def leased_in_between(
         holder.do(lease.release)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "own transaction"])
 def test_lease_in_between(
     names: list[str],
@@ -773,7 +812,7 @@ def test_lease_in_between(
         done.result(DEADLINE)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("how", ["nowait", "skip_locked", "timeout"])
 def test_rows_of_which_one_is_locked(
     names: list[str], threads: Callable[[], OtherThread], how: str, committed: None
@@ -797,21 +836,19 @@ def test_rows_of_which_one_is_locked(
         holder.do(blocking.__exit__, None, None, None)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_rows_exclude_sets(
     names: list[str], together: Together, other: OtherThread, committed: None
 ) -> None:
     """Leases of several keys find the rows of a transaction taken."""
     with transaction_lock(*names[:2]):
-        if connection.vendor == "sqlite":
-            # The one writer's lock.
-            return
+        # On SQLite because of the one writer's lock.
         assert other.do(together().try_acquire) is None
     lease = other.do(together().try_acquire)
     assert other.do(lease.release) is True
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_rows_by_decorator(key: str, committed: None) -> None:
     """A decorated call locks the rows of all its keys."""
     from dblocks.backends.database import transactions

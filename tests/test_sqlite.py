@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
+from django.db.backends.sqlite3.base import DatabaseWrapper as SQLiteWrapper
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import (
@@ -26,13 +27,21 @@ from dblocks import (
     signals,
     transaction_lock,
 )
-from dblocks.backends.database import file_locks
+from dblocks.backends.database import (
+    file_locks,
+    one_writer,
+    permit_rows,
+    several_rows,
+    table,
+)
 from dblocks.backends.database.dialects.sqlite import SQLite
 from dblocks.backends.gates import GateClosed
+from dblocks.conf import backends
+from dblocks.test import move_clock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Workers
-from tests.support.timing import DEADLINE, SLACK, STEP, eventually, takes
+from tests.support.processes import Worker, Workers
+from tests.support.timing import DEADLINE, SLACK, STEP, eventually, scaled, takes
 from tests.testapp.models import Account
 
 pytestmark = pytest.mark.database_backend
@@ -233,10 +242,10 @@ def test_renewals_leave_the_holders_transaction_alone(
 ) -> None:
     """A transaction that outlasts renewals can write, and its guard passes."""
     account = AccountFactory()
-    lease = acquire(lease=2)
+    lease = acquire(lease=scaled(2))
     with transaction.atomic():
         balance = Account.objects.get(pk=account.pk).balance
-        time.sleep(1)
+        time.sleep(scaled(1))
         if writes:
             Account.objects.filter(pk=account.pk).update(balance=balance + 1)
         lease.guard()
@@ -247,7 +256,7 @@ def test_renewals_leave_the_holders_transaction_alone(
 
 def test_renewals_find_the_gap(acquire: Leases) -> None:
     """A lease lives on among writers that leave hardly a gap."""
-    lease = acquire(lease=2)
+    lease = acquire(lease=scaled(2))
     over = threading.Event()
 
     def write() -> None:
@@ -262,12 +271,44 @@ def test_renewals_find_the_gap(acquire: Leases) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        time.sleep(4)
+        time.sleep(scaled(4))
         assert lease.held
     finally:
         over.set()
         writer.join(DEADLINE)
     assert lease.release() is True
+
+
+def test_renewals_connect_while_others_have_the_file(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To turn WAL on, a new connection waits until the file is free for a moment."""
+    if "init_command" not in connection.settings_dict["OPTIONS"]:
+        pytest.skip("about WAL")
+    backend, refused = backends["default"], list[OperationalError]()
+    name, connect = connection.settings_dict["NAME"], SQLiteWrapper.get_new_connection
+
+    def try_to_connect(self: SQLiteWrapper, params: Any) -> Any:
+        try:
+            return connect(self, params)
+        except sqlite3.OperationalError as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(SQLiteWrapper, "get_new_connection", try_to_connect)
+
+    def ask() -> object:
+        with backend.renewal_session():
+            return backend.read(key)
+
+    connection.close()
+    with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+        raw.execute("PRAGMA locking_mode = EXCLUSIVE")
+        raw.execute("UPDATE testapp_account SET balance = 7")
+        answer = other.start(ask)
+        time.sleep(0.2)
+    assert answer.result(DEADLINE) == backend.read(key)
+    assert not refused
 
 
 # The pessimistic form
@@ -344,6 +385,16 @@ def queue() -> None:
         pytest.skip("about a system with open-file-description locks")
 
 
+def until_somebody_queues(key: str) -> None:
+    """Wait for the first in the queue, who has the second of the key's bytes."""
+    gate = file_locks.gate_of(connection, key)
+    assert gate is not None
+    descriptor = file_locks._Descriptor.take(gate._path)
+    second = gate._byte + 1
+    eventually(lambda: not descriptor.is_free(second), what="the first in the queue")
+    descriptor.give_back()
+
+
 @pytest.mark.usefixtures("queue")
 def test_waiters_are_served_in_order(workers: Workers, key: str) -> None:
     """The first process that waits is served before those that come later."""
@@ -354,7 +405,9 @@ def test_waiters_are_served_in_order(workers: Workers, key: str) -> None:
         waiter = workers.start("hold", key=key, timeout=DEADLINE, announced=True)
         waiter.expect("asks")
         waiters.append(waiter)
-        time.sleep(0.5)
+        until_somebody_queues(key)
+    # The later ones have time to queue, too; who comes late can't overtake either.
+    time.sleep(0.5)
     holder.tell("release")
     holder.until_done()
     # The kernel wakes all that stand behind the first, so that these may overtake.
@@ -388,6 +441,25 @@ def test_waits_that_end_leave_one_thread(
     assert lock().acquire(timeout=0).release() is True
 
 
+def stop_between_looks(worker: Worker) -> None:
+    """Stop a process while it has none of SQLite's locks."""
+    name = connection.settings_dict["NAME"]
+
+    def stops() -> bool:
+        worker.stop()
+        try:
+            with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+                raw.execute("PRAGMA busy_timeout = 200")
+                raw.execute("BEGIN EXCLUSIVE")
+                raw.execute("ROLLBACK")
+        except sqlite3.OperationalError:
+            worker.resume()
+            return False
+        return True
+
+    eventually(stops, what="a stop between two looks")
+
+
 @pytest.mark.usefixtures("queue")
 def test_stopped_waiter_costs_the_grace(
     workers: Workers, lock: Locks, key: str
@@ -396,8 +468,8 @@ def test_stopped_waiter_costs_the_grace(
     holder = workers.start("hold", key=key)
     holder.expect("held")
     stopped = workers.start("hold", key=key, timeout=DEADLINE)
-    time.sleep(0.5)
-    stopped.stop()
+    until_somebody_queues(key)
+    stop_between_looks(stopped)
     holder.tell("release")
     holder.until_done()
     for _ in range(2):
@@ -525,8 +597,11 @@ def test_reading_under_two_locks(workers: Workers, key: str) -> None:
     account = AccountFactory()
     reader = workers.start("read_in_atomic_block", key=key, account=account.pk)
     reader.expect("read")
-    # Where that is possible at all beside an open transaction.
     other = distributed_lock(f"{key}:other").try_acquire()
+    # Beside an open transaction only WAL lets others write, if it isn't a writer's.
+    options = connection.settings_dict["OPTIONS"]
+    is_wal = "WAL" in options.get("init_command", "")
+    assert (other is not None) is (is_wal and "transaction_mode" not in options)
     if other is not None:
         other.release()
     reader.tell("go on")
@@ -626,6 +701,49 @@ def test_guard_beside_a_writer_that_waits_for_readers(
     assert lease.lost_reason is None
     assert Account.objects.get().balance == 7
     assert lock().acquire(timeout=0).release() is True
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize(("keys", "permits"), [(1, 1), (2, 1), (1, 2)])
+def test_key_that_is_being_taken(
+    key: str,
+    keys: int,
+    permits: int,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who comes between another one's look and grant doesn't write after it."""
+    names = [f"{key}:{number}" for number in range(keys)]
+    lock = distributed_lock(*names, permits=permits, timeout=0)
+    for lease in [lock.acquire() for _ in range(permits)]:
+        lease.release()
+    move_clock(60)
+    monkeypatch.setattr(one_writer, "PAUSES", [STEP] * 1000)
+    entered, wrote = threading.Barrier(permits + 1, timeout=DEADLINE), set[object]()
+    # Who finds another writer leaves its gate and begins again.
+    writes = threading.RLock()
+
+    def slowly(take: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*args: Any) -> Any:
+            me = threading.current_thread()
+            if me is not threading.main_thread() and me not in wrote:
+                entered.wait()
+                time.sleep(5 * STEP)
+            with writes:
+                wrote.add(me)
+                return take(*args)
+
+        return taken
+
+    for module in (table, permit_rows, several_rows):
+        monkeypatch.setattr(module, "take", slowly(module.take))
+    others = [threads() for _ in range(permits)]
+    leases = [other.start(lock.acquire) for other in others]
+    entered.wait()
+    assert lock.try_acquire() is None
+    assert threading.main_thread() not in wrote
+    for other, lease in zip(others, leases, strict=True):
+        assert other.do(lease.result(DEADLINE).release) is True
 
 
 @pytest.mark.usefixtures("queue")

@@ -154,6 +154,7 @@ class Table(RuleBasedStateMachine):
             model.highest = max(model.highest, row.version)
 
 
+@pytest.mark.needs("has_table")
 @pytest.mark.django_db
 def test_table_follows_the_model() -> None:
     """Every sequence of verbs leaves the table as the contract says."""

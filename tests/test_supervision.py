@@ -334,7 +334,7 @@ def test_asked_for(commands: Commands, key: str, keys: int) -> None:
     file = commands.file()
     names = [f"{key}:{number}" for number in range(keys)]
     process = commands.start(
-        "run_locked", *names, "--lease", "1.5", *shell(FINISHING, file)
+        "run_locked", *names, "--lease", "3", *shell(FINISHING, file)
     )
     commands.pids(file)
     assert DistributedLock.objects.request_release(names[-1])

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -36,11 +37,12 @@ from dblocks import (
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
+from dblocks.waiting.queue import queues
 from tests.support.fixtures import OtherThread
 from tests.support.pages import DOCS, files
 from tests.support.processes import run_python
 from tests.support.reentrant import AtLine
-from tests.support.timing import SLACK, eventually, scaled
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, starved
 from tests.test_ownership import in_forked_child
 
 Locks = Callable[..., Lock]
@@ -192,12 +194,11 @@ def test_lost(acquire: Leases, seen: Seen) -> None:
     assert seen.count("dblocks.held") == 0
 
 
-@pytest.mark.database_backend
-def test_forced(acquire: Leases, seen: Seen, key: str) -> None:
+def test_forced(acquire: Leases, seen: Seen, backend: str, key: str) -> None:
     """A force release is counted once for the operator, and once for the holder."""
     lease = acquire(lease=600)
-    assert DistributedLock.objects.force_release(key)
-    assert seen.count("dblocks.force_released", dblocks__backend="default") == 1
+    assert backends[backend].force_release(key)
+    assert seen.count("dblocks.force_released", dblocks__backend=backend) == 1
     assert not lease.release()
     eventually(lambda: seen.points("dblocks.lost"), what="the loss")
     assert seen.count("dblocks.lost", reason="forced") == 1
@@ -241,33 +242,56 @@ def length(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1_000_000_000
 
 
-def test_span_of_a_wait(lock: Locks, other: OtherThread, seen: Seen) -> None:
+@pytest.fixture
+def release_later(other: OtherThread, key: str, backend: str) -> Callable[..., Any]:
+    """Let the other thread release a lease so long after the last one began to wait."""
+
+    def release(held: Lease, seconds: float, waiters: int) -> bool:
+        def are_there() -> bool:
+            queue = queues.find(backends[backend], key)
+            return queue is not None and len(queue.waiters) == waiters
+
+        eventually(are_there, what="the wait")
+        time.sleep(seconds)
+        return held.release()
+
+    def start(held: Lease, seconds: float, waiters: int = 1) -> Any:
+        return other.start(release, held, seconds, waiters)
+
+    return start
+
+
+def test_span_of_a_wait(
+    lock: Locks, other: OtherThread, seen: Seen, release_later: Callable[..., Any]
+) -> None:
     """A wait is a span below the caller's, from the first request to the grant."""
     held = other.do(lock().acquire)
-    releasing = threading.Timer(0.3, lambda: other.start(held.release))
+    before = starved()
     with seen.tracer.start_as_current_span("request") as request:
-        releasing.start()
-        with lock(timeout=None):
+        releasing = release_later(held, 0.3)
+        with lock(timeout=DEADLINE):
             pass
-    releasing.join()
+    without_processor = max(0.0, starved() - before)
+    assert releasing.result(DEADLINE) is True
     (span,) = seen.waits()
     assert span.name == "dblocks.acquire"
     assert span.parent == request.get_span_context()
-    assert 0.25 < length(span) < 0.3 + SLACK
+    assert 0.25 < length(span) < 0.3 + SLACK + without_processor
     assert span.attributes is not None
     assert span.attributes["outcome"] == "acquired"
 
 
 @pytest.mark.engine("locmem")
-def test_spans_alone(lock: Locks, other: OtherThread, seen: Seen) -> None:
+def test_spans_alone(
+    lock: Locks, other: OtherThread, seen: Seen, release_later: Callable[..., Any]
+) -> None:
     """Waits are spans where only traces have a provider."""
     telemetry.instrument(tracer_provider=seen.tracers)
     held = other.do(lock().acquire)
-    releasing = threading.Timer(0.1, lambda: other.start(held.release))
-    releasing.start()
-    with lock(timeout=None):
+    releasing = release_later(held, 0)
+    with lock(timeout=DEADLINE):
         pass
-    releasing.join()
+    assert releasing.result(DEADLINE) is True
     assert len(seen.waits()) == 1
 
 
@@ -291,24 +315,29 @@ def hear(**said: Any) -> None:
 
 @pytest.mark.parametrize("receivers", [[], [hear]], ids=["alone", "with receivers"])
 def test_span_of_an_async_wait(
-    lock: Locks, other: OtherThread, seen: Seen, receivers: list[Any]
+    lock: Locks,
+    other: OtherThread,
+    seen: Seen,
+    receivers: list[Any],
+    release_later: Callable[..., Any],
 ) -> None:
     """An async wait is below its own task's span, also where signals are received."""
 
     async def wait(name: str) -> Any:
         with seen.tracer.start_as_current_span(name) as mine:
-            async with lock(timeout=None):
+            async with lock(timeout=DEADLINE):
                 return mine.get_span_context().span_id
 
     async def both() -> list[Any]:
-        asyncio.get_running_loop().call_later(0.2, other.start, held.release)
         return await asyncio.gather(wait("one"), wait("two"))
 
     held = other.do(lock().acquire)
     for receiver in receivers:
         signals.lock_acquired.connect(receiver)
     try:
+        releasing = release_later(held, 0.2, waiters=2)
         parents = async_to_sync(both)()
+        assert releasing.result(DEADLINE) is True
     finally:
         for receiver in receivers:
             signals.lock_acquired.disconnect(receiver)
@@ -544,14 +573,18 @@ def prometheus(metric: Any) -> set[str]:
     return {f"{name}_total" if data.is_monotonic else name}
 
 
-@pytest.mark.database_backend
 def test_dashboard_asks_for_what_there_is(
-    lock: Locks, acquire: Leases, other: OtherThread, key: str, seen: Seen
+    lock: Locks,
+    acquire: Leases,
+    other: OtherThread,
+    backend: str,
+    key: str,
+    seen: Seen,
 ) -> None:
     """The dashboard has every metric that is reported, by name, and no other."""
     lease = acquire(lease=600)
     assert other.do(lock().try_acquire) is None
-    assert DistributedLock.objects.force_release(key)
+    assert backends[backend].force_release(key)
     with pytest.raises(LeaseLost):
         lease.renew()
     eventually(lambda: seen.points("dblocks.lost"), what="the loss")
@@ -685,6 +718,7 @@ def test_attributes_that_cant_be_told(
     assert seen.count("dblocks.acquired") == 0
 
 
+@pytest.mark.needs("has_table")
 @pytest.mark.skipif("locks" not in settings.DATABASES, reason="no second database")
 @pytest.mark.usefixtures("committed")
 def test_forced_in_a_database_without_an_alias(key: str, seen: Seen) -> None:

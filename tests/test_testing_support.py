@@ -30,7 +30,7 @@ from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
 from tests.support.fixtures import OtherThread, outranks
-from tests.support.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.testapp.models import Account
 
 Locks = Callable[..., Lock]
@@ -118,12 +118,11 @@ def test_held_elsewhere_in_async_code(backend: str, lock: Locks, key: str) -> No
     async_to_sync(main)()
 
 
-@pytest.mark.database_backend
-@pytest.mark.usefixtures("two_writers")
-def test_held_elsewhere_in_a_transaction(lock: Locks, key: str) -> None:
+@pytest.mark.usefixtures("locks_beside")
+def test_held_elsewhere_in_a_transaction(backend: str, lock: Locks, key: str) -> None:
     """The somebody doesn't wait for the end of the test's transaction."""
     with transaction.atomic():
-        with hold_elsewhere(key):
+        with hold_elsewhere(key, backend=backend):
             assert lock().try_acquire() is None
         lock().acquire(timeout=0).release()
 
@@ -237,7 +236,7 @@ class TestMoveClock:
 
         async_to_sync(main)()
 
-    @pytest.mark.database_backend
+    @pytest.mark.needs("has_table")
     @pytest.mark.usefixtures("two_writers")
     def test_in_a_transaction(self, lock: Locks, key: str) -> None:
         """In the test's transaction too, the locks alone grow older."""
@@ -247,7 +246,7 @@ class TestMoveClock:
             transaction.set_rollback(True)
         assert DistributedLock.objects.free().filter(pk=key).exists()
 
-    @pytest.mark.database_backend
+    @pytest.mark.needs("has_table")
     def test_rows_grow_older(self, acquire: Leases, key: str) -> None:
         """Queries for stuck locks find what has been held for long."""
         acquire(lease=30, renew=False)
@@ -326,6 +325,7 @@ def test_clear_locks_of_permits(backend: str, acquire: Leases, lock: Locks) -> N
     assert not lock(permits=2).locked()
 
 
+@pytest.mark.needs("has_table")
 class InsideTestCase(TestCase):
     """Django's ``TestCase``: everything runs in a transaction that is rolled back."""
 
@@ -350,14 +350,14 @@ class InsideTestCase(TestCase):
 
     def test_force_release(self) -> None:
         """Who is forced out learns of it when a renewal was due, at an operation."""
-        lease = distributed_lock("inside", lease=1.5).acquire()
+        lease = distributed_lock("inside", lease=scaled(1.5)).acquire()
         DistributedLock.objects.force_release("inside")
 
         def is_lost() -> bool:
             distributed_lock("something else").locked()
             return not lease.held
 
-        eventually(is_lost, within=0.5 + SLACK, what="the loss")
+        eventually(is_lost, within=scaled(0.5) + SLACK, what="the loss")
         assert lease.lost_reason == "forced"
 
     def test_transaction(self) -> None:
@@ -406,8 +406,8 @@ class InsideTestCase(TestCase):
 
     def test_renewal(self) -> None:
         """A lease that is held for longer than its length stays held."""
-        with distributed_lock("inside", lease=1.2) as lease:
-            until = time.monotonic() + 3
+        with distributed_lock("inside", lease=scaled(1.2)) as lease:
+            until = time.monotonic() + scaled(3)
             while time.monotonic() < until:
                 assert lease.held
                 assert distributed_lock("inside", owner="x").try_acquire() is None
@@ -454,6 +454,7 @@ class InsideTestCase(TestCase):
         assert not lock_connections._thread.beside
 
 
+@pytest.mark.needs("has_table")
 class InsideTransactionTestCase(TransactionTestCase):
     """Django's ``TransactionTestCase``: everything is committed."""
 
@@ -467,7 +468,6 @@ class InsideTransactionTestCase(TransactionTestCase):
             distributed_lock("committed").acquire(timeout=0).release()
 
 
-@pytest.mark.database_backend
 def test_holder_that_cant_release(
     lock: Callable[..., Lock], backend: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.testapp.models import Account
 
 Locks = Callable[..., Lock]
@@ -99,7 +99,7 @@ def test_hook_with_a_transaction(
     assert not taken()
 
 
-@pytest.mark.usefixtures("two_writers")
+@pytest.mark.usefixtures("locks_beside")
 @HOOKS
 def test_hook_with_a_transaction_after_an_inner_lock(
     lock: Locks, taken: Callable[..., bool], hook: Callable[[], None]
@@ -216,7 +216,7 @@ def test_interrupted_receiver(three: list[Lease], taken: Callable[..., bool]) ->
     assert not any(lease.held for lease in three)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("error", [RolledBack, Interrupted])
 def test_interrupted_statement(
     three: list[Lease], taken: Callable[..., bool], error: type[BaseException]
@@ -283,14 +283,14 @@ def test_marked_for_rollback_and_overdue(
 
 
 @FORMS
-@pytest.mark.usefixtures("two_writers")
+@pytest.mark.usefixtures("locks_beside")
 def test_marked_for_rollback_and_forced_out(
-    lock: Locks, form: Callable[..., None], key: str, other: OtherThread
+    lock: Locks, form: Callable[..., None], backend: str, key: str, other: OtherThread
 ) -> None:
     """So it does when nothing was known of the loss until the release."""
 
     def body(lease: Lease) -> None:
-        assert other.do(DistributedLock.objects.force_release, key)
+        assert other.do(backends[backend].force_release, key)
         AccountFactory(name="mine")
         transaction.set_rollback(True)
 
@@ -354,6 +354,7 @@ def assert_pinned(key: str, obtainable: Callable[[], bool]) -> None:
         assert not obtainable()
 
 
+@pytest.mark.needs("has_guard")
 @two_databases
 @pytest.mark.usefixtures("committed_locks")
 class TestPinApart:
@@ -458,17 +459,22 @@ class TestPinApart:
                 AccountFactory(name="inner")
         assert Account.objects.filter(name__in=["outer", "inner"]).count() == 2
 
-    @pytest.mark.parametrize("times", [2])
-    def test_pinned_in_a_row(self, apart: Callable[..., Lock], times: int) -> None:
+    @pytest.mark.parametrize("same", [True, False], ids=["same key", "other key"])
+    def test_pinned_in_a_row(
+        self, apart: Callable[..., Lock], key: str, same: bool
+    ) -> None:
         """Nor do those that follow each other in one outer transaction."""
-        try:
-            with takes(at_most=2 * SLACK), transaction.atomic():
-                for _ in range(times):
-                    with apart(atomic=True):
-                        AccountFactory()
-        except TransactionManagementError:
-            # The second would need SQLite's one writer; that is said at once.
-            assert connection.vendor == "sqlite"
+        following = distributed_lock(
+            key if same else f"{key}:next", backend="apart", atomic=True
+        )
+        ends: Any = nullcontext()
+        if connections["locks"].vendor == "sqlite" and not same:
+            # The first one's pin has SQLite's one writer; that is said at once.
+            ends = pytest.raises(TransactionManagementError, match="SQLite")
+        with takes(at_most=2 * SLACK), ends, transaction.atomic():
+            for lock in (apart(atomic=True), following):
+                with lock:
+                    AccountFactory()
 
     def test_overdue_before_the_outer_rollback(
         self, apart: Callable[..., Lock], obtainable: Callable[[], bool], key: str
@@ -514,6 +520,7 @@ class TestPinApart:
         assert {one.name for one in Account.objects.all()} == {"outer"}
 
 
+@pytest.mark.needs("has_table")
 @two_databases
 @pytest.mark.django_db(databases=["default", "locks"])
 class TestApartInATestCase:
@@ -558,7 +565,7 @@ class TestApartInATestCase:
 # A release at the end that comes too late, or fails
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_guard")
 def test_overdue_and_guarded_inside_another_block(
     lock: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,12 +588,12 @@ def test_overdue_and_guarded_inside_another_block(
 
 
 @two_databases
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_autocommit_switched_off_before_the_release(
     lock: Locks, taken: Callable[..., bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A release that waits for a transaction whose end nobody sees: the lock lapses."""
-    lease = lock(lease=0.6).acquire(timeout=0)
+    lease = lock(lease=scaled(0.6)).acquire(timeout=0)
     try:
         with transaction.atomic():
             assert lease.release() is True
@@ -595,47 +602,49 @@ def test_autocommit_switched_off_before_the_release(
     finally:
         connections["locks"].set_autocommit(True)
     assert not lease.held
-    eventually(lambda: not taken(), within=0.6 + SLACK, what="the end of the lease")
+    eventually(
+        lambda: not taken(), within=scaled(0.6) + SLACK, what="the end of the lease"
+    )
 
 
-@pytest.mark.database_backend
 def test_lost_before_the_transaction_ended(
     acquire: Leases,
+    backend: str,
     key: str,
-    two_writers: None,
+    locks_beside: None,
     other: OtherThread,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A lock that was to be kept to the end, and is lost before it, is logged."""
     with transaction.atomic():
         acquire(lease=60).release()
-        assert other.do(DistributedLock.objects.force_release, key)
+        assert other.do(backends[backend].force_release, key)
     assert f"lost before the transaction ended key={key!r} reason=forced" in (
         caplog.messages
     )
 
 
-@pytest.mark.database_backend
 def test_one_of_several_released_before_the_end(
-    key: str, two_writers: None, caplog: pytest.LogCaptureFixture
+    backend: str, key: str, locks_beside: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is lost, and nothing is said to be, if one key was released earlier."""
-    with transaction.atomic(), distributed_lock(key, key + "!") as leases:
+    lock = distributed_lock(key, key + "!", backend=backend)
+    with transaction.atomic(), lock as leases:
         leases[key].release()
-    assert not DistributedLock.objects.held().exists()
+        assert lock.locked()
+    assert not lock.locked()
     assert not caplog.messages
 
 
-@pytest.mark.database_backend
 def test_release_at_the_end_that_fails(
     lock: Locks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The commit stands when the release behind it fails: the lock lapses."""
+    lease = lock().acquire(timeout=0)
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise OperationalError("out of reach")
+        raise backends[lease.backend].errors[0]("out of reach")
 
-    lease = lock().acquire(timeout=0)
     with transaction.atomic():
         account = AccountFactory()
         lease.release()

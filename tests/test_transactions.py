@@ -22,10 +22,13 @@ from dblocks import (
     distributed_lock,
 )
 from dblocks.backends.database import transactions
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.waiting.queue import queues
 from tests.support.factories import AccountFactory, let_expire, stored
 from tests.support.fixtures import OtherThread
-from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.processes import Workers
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.testapp.models import Account
 
 locks = DistributedLock.objects
@@ -179,10 +182,22 @@ def test_inner_acquisition_in_a_transaction(
     assert outer.release() is True
 
 
-@pytest.mark.database_backend
-@pytest.mark.parametrize("verb", ["acquire", "try_acquire", "release", "renew"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *(
+            pytest.param(verb, marks=pytest.mark.needs("has_table"))
+            for verb in ("acquire", "try_acquire", "renew")
+        ),
+        "release",
+    ],
+)
 def test_autocommit_switched_off(lock: Locks, acquire: Leases, verb: str) -> None:
-    """With autocommit off and no atomic block, every verb is an error."""
+    """With autocommit off and no atomic block, every verb is an error.
+
+    Where the locks aren't in a database, only the one that must wait for the
+    transaction's end.
+    """
     lease = acquire()
     transaction.set_autocommit(False)
     try:
@@ -196,6 +211,7 @@ def test_autocommit_switched_off(lock: Locks, acquire: Leases, verb: str) -> Non
         transaction.set_autocommit(True)
 
 
+@pytest.mark.needs("has_table")
 def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
     """SQLite has one writer: a lock inside atomic() is refused, with advice."""
     if connection.vendor != "sqlite":
@@ -211,7 +227,7 @@ def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
         assert way in str(caught.value)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_sqlite_inner_acquisition_writes_nothing(acquire: Leases, key: str) -> None:
     """On SQLite an inner acquisition in a transaction is counted in the process."""
     if connection.vendor != "sqlite":
@@ -232,9 +248,9 @@ def test_sqlite_inner_acquisition_writes_nothing(acquire: Leases, key: str) -> N
 # A lock taken inside the transaction
 
 
-@pytest.mark.usefixtures("two_writers")
+@pytest.mark.usefixtures("locks_beside")
 class TestTakenInside:
-    """Lock operations inside ``atomic()`` run on a connection of dblocks' own."""
+    """Lock operations inside ``atomic()`` run outside the caller's transaction."""
 
     def test_visible_at_once(
         self, acquire: Leases, taken: Callable[[], bool], key: str
@@ -308,12 +324,12 @@ class TestTakenInside:
         assert other.do(theirs.release) is True
         assert Account.objects.filter(name="after").exists()
 
-    def test_nothing_of_it_in_the_callers_connection(self, key: str) -> None:
+    def test_nothing_of_it_in_the_callers_connection(self, lock: Locks) -> None:
         """No statement of the lock runs in the caller's transaction."""
         with (
             transaction.atomic(),
             CaptureQueriesContext(connection) as queries,
-            distributed_lock(key),
+            lock(),
         ):
             pass
         assert not [q["sql"] for q in queries if "dblocks" in q["sql"]]
@@ -329,9 +345,9 @@ class TestTakenInside:
     def test_kept_lock_is_renewed(self, lock: Locks, taken: Callable[[], bool]) -> None:
         """Between the block's end and the commit the lease is renewed."""
         with transaction.atomic():
-            with lock(lease=1.5):
+            with lock(lease=scaled(1.5)):
                 AccountFactory()
-            always(taken, during=2, what="taken")
+            always(taken, during=scaled(2), what="taken")
         assert not taken()
 
     def test_own_connection_is_closed_at_the_end(
@@ -347,22 +363,34 @@ class TestTakenInside:
         eventually(lambda: open_files() <= before, what="closed connections")
 
     def test_waiting_inside_a_transaction(
-        self, lock: Locks, other: OtherThread, acquire: Leases
+        self, lock: Locks, other: OtherThread, workers: Workers, key: str, backend: str
     ) -> None:
         """A wait inside a transaction sees a release that was committed meanwhile."""
-        theirs = other.do(lock().acquire, timeout=0)
+        # In a process of its own, which can't wake the waiter.
+        holder = workers.start("hold", key=key, backend=backend)
+        token = holder.expect("held")["token"]
+
+        def release_when_waited_for() -> None:
+            eventually(lambda: queues.find(backends[backend], key), what="the wait")
+            holder.tell("release")
+
         with transaction.atomic():
             assert Account.objects.count() == 0
-            release = other.start(theirs.release)
+            telling = other.start(release_when_waited_for)
             lease = lock().acquire(timeout=DEADLINE)
-            assert release.result(timeout=DEADLINE) is True
-            assert lease.fencing_token > theirs.fencing_token
+            telling.result(timeout=DEADLINE)
+            mine = lease.fencing_token
+            # Redlock has no tokens.
+            assert mine > token if token is not None else mine is None
             lease.release()
+        assert holder.expect("released")["result"] is True
+        holder.until_done()
 
 
 # Inside a TestCase
 
 
+@pytest.mark.needs("has_table")
 @pytest.mark.django_db
 class TestInATestCase:
     """In the wrapping transaction of Django's TestCase locks work as outside one."""
@@ -428,16 +456,16 @@ class TestInATestCase:
     def test_lease_counts_from_its_grant(self, key: str) -> None:
         """A lease taken late in the test's transaction has its whole time."""
         at = time.monotonic()
-        eventually(lambda: time.monotonic() > at + 0.7)
-        with distributed_lock(key, lease=0.6, renew=False):
+        eventually(lambda: time.monotonic() > at + scaled(0.7))
+        with distributed_lock(key, lease=scaled(0.6), renew=False):
             assert distributed_lock(key, owner="other").try_acquire() is None
             assert locks.held().filter(pk=key).exists()
 
     def test_renewal(self, key: str) -> None:
         """A held lease is kept for several times its length."""
-        lease = distributed_lock(key, lease=1.2).acquire(timeout=0)
+        lease = distributed_lock(key, lease=scaled(1.2)).acquire(timeout=0)
         theirs = distributed_lock(key, owner="other")
-        always(lambda: theirs.try_acquire() is None, during=2.8, what="held")
+        always(lambda: theirs.try_acquire() is None, during=scaled(2.8), what="held")
         assert lease.release() is True
 
 
@@ -490,6 +518,7 @@ class TestAtomic:
         assert seen == [True]
         assert not taken()
 
+    @pytest.mark.needs("has_guard")
     @pytest.mark.usefixtures("two_writers")
     def test_forced_out(
         self, lock: Locks, account: Account, key: str, other: OtherThread
@@ -501,6 +530,7 @@ class TestAtomic:
         assert caught.value.reason == "forced"
         assert balance_of(account) == 0
 
+    @pytest.mark.needs("has_guard")
     @pytest.mark.usefixtures("two_writers")
     def test_replaced(
         self, lock: Locks, account: Account, key: str, other: OtherThread
@@ -516,7 +546,7 @@ class TestAtomic:
             Account.objects.filter(pk=result.pk).update(balance=before + 1)
         assert (balance_of(account), balance_of(result)) == (100, 0)
 
-    @pytest.mark.database_backend
+    @pytest.mark.needs("has_guard")
     def test_grant_of_another_version(
         self, lock: Locks, account: Account, key: str
     ) -> None:
@@ -526,7 +556,7 @@ class TestAtomic:
             QuerySet(DistributedLock).filter(pk=key).update(version=F("version") + 1)
         assert balance_of(account) == 0
 
-    @pytest.mark.database_backend
+    @pytest.mark.needs("has_guard")
     def test_overdue_but_not_taken_commits(
         self, lock: Locks, account: Account, key: str
     ) -> None:
@@ -536,7 +566,7 @@ class TestAtomic:
             eventually(lambda: lease.lost_reason, what="the end of the lease")
         assert balance_of(account) == 5
 
-    @pytest.mark.usefixtures("two_writers")
+    @pytest.mark.usefixtures("locks_beside")
     def test_inner_block_keeps_the_lock(
         self, lock: Locks, taken: Callable[[], bool]
     ) -> None:
@@ -561,7 +591,7 @@ class TestAtomic:
 # guard()
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_guard")
 class TestGuard:
     """``Lease.guard()``: the proof of holding, inside the caller's transaction."""
 
@@ -664,6 +694,7 @@ class TestGuard:
         assert len(calls) == 1
 
 
+@pytest.mark.needs("has_guard")
 @pytest.mark.usefixtures("two_writers")
 class TestGuardBesideOthers:
     """The guard pins the row; renewals go on beside it."""
@@ -713,10 +744,10 @@ class TestGuardBesideOthers:
 
     def test_renewals_before_the_guard(self, acquire: Leases, account: Account) -> None:
         """A guard passes in a transaction with a snapshot older than renewals."""
-        lease = acquire(lease=1.2)
+        lease = acquire(lease=scaled(1.2))
         with transaction.atomic():
             assert balance_of(account) == 0
-            always(lambda: lease.held, during=2, what="held")
+            always(lambda: lease.held, during=scaled(2), what="held")
             Account.objects.filter(pk=account.pk).update(balance=5)
             lease.guard()
         assert balance_of(account) == 5
@@ -739,14 +770,15 @@ class TestGuardBesideOthers:
         self, acquire: Leases, key: str, lock: Locks, other: OtherThread
     ) -> None:
         """While one row is pinned, the process's other leases are renewed."""
-        pinned = acquire(lease=1.2)
-        free = acquire(key + "!", lease=1.2)
+        pinned = acquire(lease=scaled(1.2))
+        free = acquire(key + "!", lease=scaled(1.2))
         with transaction.atomic():
             pinned.guard()
-            always(lambda: free.held, during=2.1, what="the other lease held")
+            always(lambda: free.held, during=scaled(2.1), what="the other lease held")
             assert other.do(lock(key + "!").try_acquire) is None
 
 
+@pytest.mark.needs("has_table")
 def test_snapshot_is_warned_of(
     key: str,
     committed: None,
@@ -765,7 +797,7 @@ def test_snapshot_is_warned_of(
     assert len(warned) == (1 if settings.ISOLATION == "repeatable read" else 0)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 def test_transaction_that_cant_begin(
     lock: Locks, monkeypatch: pytest.MonkeyPatch, obtainable: Callable[..., bool]
 ) -> None:

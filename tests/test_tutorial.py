@@ -19,8 +19,9 @@ import pytest
 
 from tests.support.pages import DOCS, marked
 from tests.support.processes import ROOT, inherited
+from tests.support.services import free_port
 from tests.support.timing import eventually
-from tests.test_demo import Visitor, answers, free_port
+from tests.test_demo import Visitor, answers
 
 PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 COMMAND = "shop/management/commands/nightly_report.py"

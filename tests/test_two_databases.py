@@ -13,7 +13,7 @@ from dblocks import LeaseLost, Lock, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.timing import always
+from tests.support.timing import always, scaled
 from tests.testapp.models import Account
 
 locks = DistributedLock.objects.using("locks")
@@ -163,9 +163,11 @@ def test_renewal_across_databases(
     apart: Callable[..., Lock], taken: Callable[[], bool], key: str
 ) -> None:
     """Leases in both databases are renewed by one process."""
-    here = distributed_lock(key, lease=1.2).acquire(timeout=0)
-    there = apart(lease=1.2).acquire(timeout=0)
-    always(lambda: here.held and there.held and taken(), during=2.6, what="held")
+    here = distributed_lock(key, lease=scaled(1.2)).acquire(timeout=0)
+    there = apart(lease=scaled(1.2)).acquire(timeout=0)
+    always(
+        lambda: here.held and there.held and taken(), during=scaled(2.6), what="held"
+    )
     assert here.release() is True
     assert there.release() is True
 

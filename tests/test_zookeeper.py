@@ -36,8 +36,10 @@ from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from dblocks.signals import lock_force_released
+from tests.faults.crew import Crew
+from tests.faults.exclusion import exclude
 from tests.support.fixtures import OtherThread
-from tests.support.processes import ROOT, Workers, run_python
+from tests.support.processes import ROOT, Workers, resume, run_python, stop
 from tests.support.services import HOST, Server, ZooKeeper, free_port
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -477,6 +479,16 @@ def test_fifo_among_processes(
     assert not places(key)
 
 
+@pytest.mark.timeout(120)
+def test_exclusion_with_killed_and_stopped_holders(backend: str, key: str) -> None:
+    """No two hold a key at once, and its tokens rise, whatever becomes of holders."""
+    crew = Crew()
+    try:
+        assert exclude(crew, key, backend, length=engine().lease) > 20
+    finally:
+        crew.close()
+
+
 @pytest.mark.parametrize("permits", [1, 2])
 def test_no_herd(
     configure: Configure,
@@ -862,6 +874,31 @@ def test_leftovers_after_an_error(
     lease.release()
 
 
+def test_leftover_that_is_made_while_others_are_deleted(
+    acquire: Leases, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A waiter's node may be made just after its thread was told to delete it."""
+    mine, sweep = session(), sessions.Session.sweep
+    acquire(renew=False)
+    [place] = places(key)
+    mark = place.partition("-")[0]
+    swept = []
+
+    def sweep_early(self: sessions.Session, folder: str, mark: str) -> None:
+        swept.append(mark)
+        if len(swept) > 1:
+            sweep(self, folder, mark)
+        else:
+            # It looked before there was a node, which is given up only now.
+            mine.doom(folder, mark)
+
+    monkeypatch.setattr(sessions.Session, "sweep", sweep_early)
+    mine.doom(folder(key), mark)
+    eventually(lambda: not mine._leftovers, what="the end of the leftovers")
+    assert swept == [mark, mark]
+    assert not places(key)
+
+
 def test_release_that_fails(configure: Configure, server: Server, key: str) -> None:
     """What could not be given back is deleted as soon as the server answers."""
     alias = configure("patient", LOCATION=server.url(), LEASE=scaled(30))
@@ -1244,7 +1281,7 @@ def test_explicit_owner_behind_one_that_hangs(
 ) -> None:
     """A server that hangs is found out in time beside a thread with all patience."""
     distributed_lock(key, backend=own).acquire().release()
-    os.kill(server.pid, signal.SIGSTOP)
+    stop(server.pid)
     try:
         patient = distributed_lock(key, backend=own, owner="a")
         waiting = threads().start(patient.acquire, timeout=DEADLINE)
@@ -1253,7 +1290,7 @@ def test_explicit_owner_behind_one_that_hangs(
         with takes(at_most=2 + SLACK), pytest.raises(KazooException):
             hasty.try_acquire()
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        resume(server.pid)
     waiting.result(2 * DEADLINE).release()
 
 
@@ -1370,12 +1407,12 @@ def test_server_is_paused(three: str, ensemble: list[ZooKeeper], key: str) -> No
     lease = distributed_lock(key, backend=three).acquire(timeout=DEADLINE)
     port = session(three).client._connection._socket.getpeername()[1]
     paused = next(each for each in ensemble if each.port == port)
-    os.kill(paused.pid, signal.SIGSTOP)
+    stop(paused.pid)
     try:
         always(lambda: lease.held, during=scaled(8), what="held")
         assert lease.release()
     finally:
-        os.kill(paused.pid, signal.SIGCONT)
+        resume(paused.pid)
 
 
 def test_cut_off_with_its_server(
@@ -1391,14 +1428,14 @@ def test_cut_off_with_its_server(
         time.sleep(scaled(0.5))
         # At the worst moment: the leader hasn't heard of this yet.
         lease.renew()
-        os.kill(follower.pid, signal.SIGSTOP)
+        stop(follower.pid)
         try:
             taken = distributed_lock(key, backend=theirs).acquire(timeout=DEADLINE)
             assert not lease.held
             assert taken.held
             taken.release()
         finally:
-            os.kill(follower.pid, signal.SIGCONT)
+            resume(follower.pid)
 
 
 def test_cut_off_after_idleness(
@@ -1415,13 +1452,13 @@ def test_cut_off_after_idleness(
         # Not as long as kazoo takes to send a ping of its own.
         time.sleep(scaled(1.5))
         lease = lock.acquire(timeout=DEADLINE)
-        os.kill(follower.pid, signal.SIGSTOP)
+        stop(follower.pid)
         try:
             taken = distributed_lock(key, backend=theirs).acquire(timeout=DEADLINE)
             assert not lease.held
             taken.release()
         finally:
-            os.kill(follower.pid, signal.SIGCONT)
+            resume(follower.pid)
 
 
 def test_renewed_by_the_majority_alone(
@@ -1433,7 +1470,7 @@ def test_renewed_by_the_majority_alone(
     alias = configure("alone", LOCATION=follower.url(), LEASE=scaled(6))
     lease = distributed_lock(key, backend=alias).acquire(timeout=DEADLINE)
     for each in others:
-        os.kill(each.pid, signal.SIGSTOP)
+        stop(each.pid)
     try:
         # It doesn't know yet.
         assert session(alias).client.exists(folder(key, alias))
@@ -1441,7 +1478,7 @@ def test_renewed_by_the_majority_alone(
             lease.renew()
     finally:
         for each in others:
-            os.kill(each.pid, signal.SIGCONT)
+            resume(each.pid)
     assert lease.held
     # Its server is looking for the others.
     eventually(lambda: any("leader" in each.ask("srvr") for each in ensemble))

@@ -10,13 +10,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from django.conf import settings
 from django.db import NotSupportedError, OperationalError, connection, transaction
 from django.db.models import F
 
 from dblocks import Lease, distributed_lock
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 
 from .models import Order, OrderItem, Product
@@ -34,6 +35,11 @@ class SoldOut(Exception):
 def stock_lock(product_id: int) -> str:
     """The key under which a product's stock is looked at and written."""
     return f"shop:stock:{product_id}"
+
+
+def usual_lease() -> float:
+    """The seconds for which a lock is held without being renewed, by the setting."""
+    return backends["default"].lease
 
 
 def refuse_if_lost(lease: Lease) -> None:
@@ -56,7 +62,7 @@ class Checkout:
     #: Seconds, more or less, between the look at the stock and the purchase.
     thinking: float = 0.0
     #: Seconds for which the locks are held without being renewed.
-    lease: float = 30.0
+    lease: float = field(default_factory=usual_lease)
     #: How often it had to begin again.
     retries: int = 0
 
@@ -163,8 +169,8 @@ def lock_around_transaction(checkout: Checkout) -> Order:
         return plain(checkout)
 
 
-def lock_and_guard(checkout: Checkout) -> Order:
-    """Lock, check, and write in a short transaction that ends with the guard."""
+def lock_and_confirm(checkout: Checkout, confirm: Callable[[Lease], object]) -> Order:
+    """Lock, look, and write in a short transaction that ends by asking the lease."""
     with distributed_lock(
         checkout.key, timeout=PATIENCE, lease=checkout.lease
     ) as lease:
@@ -172,8 +178,18 @@ def lock_and_guard(checkout: Checkout) -> Order:
         with transaction.atomic():
             checkout.update(stock=product.stock - 1)
             order = checkout.place_order()
-            refuse_if_lost(lease)
+            confirm(lease)
             return order
+
+
+def lock_and_guard(checkout: Checkout) -> Order:
+    """End the transaction with the guard."""
+    return lock_and_confirm(checkout, Lease.guard)
+
+
+def lock_and_check(checkout: Checkout) -> Order:
+    """Where there is no guard, look at the lease last, before the commit."""
+    return lock_and_confirm(checkout, Lease.check)
 
 
 def row_lock(checkout: Checkout) -> Order:
@@ -197,14 +213,14 @@ class Variant:
     several_writers: bool = False
     #: At REPEATABLE READ, databases refuse what goes wrong here.
     read_committed: bool = False
-    #: The locks must be rows of the database.
-    locks_are_rows: bool = False
+    #: The locks must be rows of the database, or must not; ``None``: wherever they are.
+    locks_are_rows: bool | None = None
 
     def applies(self) -> bool:
         """Tell whether it shows on this database what it is meant to show."""
         if self.several_writers and connection.vendor == "sqlite":
             return False
-        if self.locks_are_rows and settings.LOCKS_URLS:
+        if self.locks_are_rows not in {None, backends["default"].has_table}:
             return False
         return not self.read_committed or settings.ISOLATION in {None, "read committed"}
 
@@ -256,7 +272,20 @@ VARIANTS = {
         ),
         Variant("optimistic", "version column", optimistic, safe=True),
         Variant("lock", "distributed_lock, atomic", lock_around_transaction, safe=True),
-        Variant("guard", "distributed_lock, guard()", lock_and_guard, safe=True),
+        Variant(
+            "guard",
+            "distributed_lock, guard()",
+            lock_and_guard,
+            safe=True,
+            locks_are_rows=True,
+        ),
+        Variant(
+            "check",
+            "distributed_lock, check()",
+            lock_and_check,
+            safe=True,
+            locks_are_rows=False,
+        ),
         Variant(
             "lock-in-transaction",
             "distributed_lock in atomic()",

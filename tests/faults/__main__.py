@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.faults import record
 from tests.support import services
+from tests.support.services import MEMORY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What the full counts take on one engine, about, on two cores.
@@ -41,7 +42,7 @@ MORE_CONNECTIONS = {
 
 HERE = "tests/faults/"
 CONTENTION, NETWORK = f"{HERE}test_contention.py::", f"{HERE}test_network.py::"
-PROCESSES, SERVERS = f"{HERE}test_processes.py::", f"{HERE}test_servers.py::"
+PROCESSES, SERVERS = f"{HERE}test_killed_and_stopped.py::", f"{HERE}test_servers.py::"
 
 #: The tests of each fault and invariant, those that last longest first. What an
 #: earlier one has run already is not run again.
@@ -79,6 +80,7 @@ FAULTS = {
     "F3": [
         f"{NETWORK}test_lost_reply_to_an_acquire",
         f"{NETWORK}test_lost_reply_to_a_release",
+        f"{NETWORK}test_lost_reply_within_a_set",
     ],
     "F21": ["tests/test_run_locked.py", "tests/test_supervision.py"],
     "I2": [f"{CONTENTION}test_tokens_under_force_release"],
@@ -94,9 +96,15 @@ FAULTS = {
         f"{HERE}test_history.py",
         f"{HERE}test_checkers.py",
     ],
-    "F1": [f"{PROCESSES}test_killed_holders"],
+    "F1": [
+        f"{PROCESSES}test_killed_holders",
+        f"{PROCESSES}test_killed_between_two_grants",
+    ],
     "F10": [f"{NETWORK}test_black_hole_for_ever", f"{NETWORK}test_short_black_hole"],
-    "F12": [f"{CONTENTION}test_every_waiter_is_served"],
+    "F12": [
+        f"{CONTENTION}test_every_waiter_is_served",
+        f"{CONTENTION}test_overlapping_sets",
+    ],
     "F15": [f"{CONTENTION}test_force_release_while_held"],
     "I5": [f"{NETWORK}test_black_hole_for_ever", f"{HERE}test_late_answers.py"],
     "I7": [f"{CONTENTION}test_other_keys_are_not_slowed"],
@@ -248,7 +256,6 @@ def jobs(
     for name, tests in plan(options, engine):
         label = f"{engine}-{name}"
         if server is None:
-            # Not on a disk: SQLite's only writer waits for it, the others don't.
             url = f"sqlite:///{folder / label}.sqlite3"
         else:
             url = server.url(f"faults_{name.lower()}")
@@ -307,7 +314,7 @@ def main() -> int:
         began = time.monotonic()
         print(f"{', '.join(group)}, seed {seed}, {time.strftime('%F %T')}", flush=True)
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
             (folder / "figures").touch()
             waiting = []
             for engine in group:

@@ -35,7 +35,7 @@ def nursery(django_db_setup: None) -> Iterator[Crew]:
 
 @pytest.fixture
 def crew(committed: None, request: pytest.FixtureRequest) -> Iterator[Crew]:
-    """Run programs of ``tests.faults.worker`` in processes that see the database."""
+    """Run programs of ``tests.faults.crew_worker``; they see the database."""
     if in_memory():
         pytest.skip("a database in memory belongs to one process")
     crew: Crew = request.getfixturevalue("nursery")

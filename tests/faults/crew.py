@@ -1,4 +1,4 @@
-"""The test's side of ``tests.faults.worker``: children that are killed and stopped."""
+"""The test's side of ``tests.faults.crew_worker``: children that faults befall."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from django.db import connections
 
 from tests.faults.history import WHATS, Event
 from tests.faults.scale import LATE
-from tests.support.timing import DEADLINE, eventually, starved
+from tests.support.processes import resume, stop
+from tests.support.timing import DEADLINE, starved
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -65,12 +66,7 @@ class Member:
     def stop(self) -> None:
         """Suspend it and wait until it stands."""
         self._stopped = time.monotonic()
-        os.kill(self.pid, signal.SIGSTOP)
-        stat = Path(f"/proc/{self.pid}/stat")
-        eventually(
-            lambda: stat.read_text().rpartition(")")[2].split()[0] in {"T", "Z"},
-            what="the stop",
-        )
+        stop(self.pid)
 
     def resume(self) -> None:
         if self._stopped is not None:
@@ -79,7 +75,7 @@ class Member:
             self.pauses.append((self._stopped, resumed))
             self._stopped = None
         if not self.ended:
-            os.kill(self.pid, signal.SIGCONT)
+            resume(self.pid)
 
     def was_stopped(self, since: float, until: float) -> bool:
         """Tell whether it was stopped for a part of that time."""
@@ -122,7 +118,7 @@ class Crew:
             alias: connections[alias].settings_dict["NAME"] for alias in connections
         }
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.worker"],
+            [sys.executable, "-m", "tests.faults.crew_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

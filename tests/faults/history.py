@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.faults.scale import LATE, SEED
 
@@ -188,6 +188,24 @@ def late_losses(events: Iterable[Event], late: float) -> list[Fault]:
         and event.deadline is not None
         and event.after > event.deadline + late
     ]
+
+
+def numbered(history: Iterable[Event]) -> list[Event]:
+    """Give each grant a number in place of the token that its engine doesn't have.
+
+    Whoever has a row can't be granted it again, so all that a process tells of a row
+    is about its last grant.
+    """
+    history = list(history)
+    grants = [event for event in history if event.what == "grant"]
+    number = {id(g): n for n, g in enumerate(sorted(grants, key=lambda g: g.after))}
+    last: dict[tuple[str, str], int] = {}
+    found = []
+    for event in history:
+        row = event.process, event.row
+        last[row] = number.get(id(event), last.get(row, -1))
+        found.append(replace(event, token=last[row]))
+    return found
 
 
 def take_overs(events: Iterable[Event]) -> int:

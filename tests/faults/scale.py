@@ -6,6 +6,8 @@ import os
 import random
 from typing import TypeVar
 
+from tests.support.timing import scaled
+
 N = TypeVar("N", int, float)
 
 FULL = os.environ.get("DBLOCKS_FAULTS") == "full"
@@ -19,7 +21,7 @@ SEED = int(
 SHARE = float(os.environ.get("DBLOCKS_FAULTS_SHARE") or 1.0)
 
 #: Seconds that a machine which has other work adds to a moment.
-LATE = 0.75
+LATE = 0.75 if FULL else scaled(0.75)
 #: Seconds between two looks of a waiter at a key that has been taken for long.
 POLL = 0.1
 

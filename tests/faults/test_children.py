@@ -88,7 +88,7 @@ class Preloaded:
             self.port = listening.getsockname()[1]
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "gunicorn", "tests.faults.preloaded"),
+                    *(sys.executable, "-m", "gunicorn", "tests.faults.preloaded_site"),
                     *("--bind", f"fd://{listening.fileno()}", "--workers", "2"),
                     *("--preload", "--no-control-socket", "--graceful-timeout", "1"),
                 ],

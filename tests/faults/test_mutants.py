@@ -26,7 +26,7 @@ VENDOR = {"sqlite3": "sqlite"}.get(ENGINE, ENGINE)
 HERE = [m for m in MUTANTS if VENDOR in (m.engines if FULL else [m.quick])]
 CONTROL = Mutant(
     "none",
-    *("models.py", "import", "import"),
+    *("models.py", "class DistributedLock(", "class DistributedLock("),
     tests=tuple(sorted({test for mutant in HERE for test in mutant.tests})),
     quick=VENDOR,
 )

@@ -108,6 +108,25 @@ def save(message: str) -> str:
     return record.commit()
 
 
+def test_figures_of_another_database(page: Path, repository: Path) -> None:
+    """What only another database uses leaves an engine's figures good."""
+    dialect = repository / record.DATABASES / record.STRANGE["mariadb"][0]
+    dialect.parent.mkdir(parents=True)
+    for engine in record.STRANGE:
+        commit = record.commit()
+        record.write(engine, 8, 60, [row("F1", killed=1)], commit=commit)
+    dialect.write_text("WAIT = 2\n")
+    save("SQLite waits")
+    assert not record.outdated(["mariadb", "postgres"])
+    assert len(record.outdated(["sqlite"])) == 1
+
+
+def test_what_is_left_out_exists() -> None:
+    """A file that is renamed is named here again."""
+    names = {name for names in record.STRANGE.values() for name in names}
+    assert all((record.ROOT / record.DATABASES / name).is_file() for name in names)
+
+
 def test_figures_of_another_engine(page: Path, repository: Path) -> None:
     """Figures stand for as long as the engine is the one of their commit."""
     engine = repository / record.ENGINE / "table.py"
@@ -116,6 +135,10 @@ def test_figures_of_another_engine(page: Path, repository: Path) -> None:
     record.write("sqlite", 8, 60, [row("F1", killed=1)], commit=first)
     assert not record.outdated(["sqlite"])
     (repository / "README.md").write_text("about it")
+    other = repository / record.OTHERS[0] / "server.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("GRANT = 3\n")
+    assert not record.outdated(["sqlite"])
     save("not the engine")
     assert not record.outdated(["sqlite"])
     assert record.outdated(["mariadb"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import uvicorn
 from django.core.asgi import get_asgi_application
@@ -15,13 +16,15 @@ from django.test import override_settings
 from django.urls import path
 
 from dblocks import distributed_lock
+from tests.support.fixtures import fitting
 from tests.support.timing import DEADLINE, eventually
 
 
 class Room:
     """Counts who is inside at once, and remembers who was."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "default") -> None:
+        self.backend = backend
         self.inside = self.most = 0
         self.tokens: list[int] = []
         self.arrived = 0
@@ -43,16 +46,29 @@ async def block(request: HttpRequest, key: str) -> HttpResponse:
     """A view that locks a part of what it does."""
     timeout = float(request.GET.get("timeout", DEADLINE))
     room.arrived += 1
-    async with distributed_lock(key, timeout=timeout, lease=10) as lease:
+    options = fitting(room.backend, {"lease": 10})
+    lock = distributed_lock(key, backend=room.backend, timeout=timeout, **options)
+    async with lock as lease:
         await room.visit(lease.fencing_token, float(request.GET.get("stay", 0.001)))
     return HttpResponse(str(lease.fencing_token))
 
 
-@distributed_lock("{key}", timeout=DEADLINE, lease=10)
-async def decorated(request: HttpRequest, key: str) -> HttpResponse:
-    """A view that is locked as a whole."""
+async def visit(request: HttpRequest, key: str) -> HttpResponse:
     await room.visit(0, 0.001)
     return HttpResponse("done")
+
+
+@cache
+def locked(backend: str) -> Callable[..., Awaitable[HttpResponse]]:
+    """Lock a view in an engine."""
+    options = fitting(backend, {"lease": 10})
+    lock = distributed_lock("{key}", backend=backend, timeout=DEADLINE, **options)
+    return lock(visit)
+
+
+async def decorated(request: HttpRequest, key: str) -> HttpResponse:
+    """A view that is locked as a whole."""
+    return await locked(room.backend)(request, key)
 
 
 async def idle(request: HttpRequest, key: str) -> HttpResponse:
@@ -70,8 +86,8 @@ urlpatterns = [
 
 
 @contextmanager
-def serving() -> Iterator[int]:
-    """Serve these views in a thread of this process; its port."""
+def serving(backend: str) -> Iterator[int]:
+    """Serve these views, which lock in an engine, in a thread; the port."""
     config = uvicorn.Config(
         get_asgi_application(),
         lifespan="off",
@@ -83,7 +99,7 @@ def serving() -> Iterator[int]:
         timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
-    room.__init__()  # type: ignore[misc]
+    room.__init__(backend)  # type: ignore[misc]
     with socket.socket() as listening, override_settings(ROOT_URLCONF=__name__):
         listening.bind(("127.0.0.1", 0))
         thread = threading.Thread(

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
+from dblocks.management.commands import locks
 from dblocks.management.commands.run_locked import Command
 from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT
@@ -27,6 +28,25 @@ MANAGE = [sys.executable, "-m", "tests.support.manage"]
 SLEEP = "echo $$ >> {file}; exec sleep 60"
 #: Ignores SIGTERM, in the shell and in what it starts.
 STUBBORN = "trap '' TERM; echo $$ >> {file}; while :; do sleep 0.1; done"
+
+
+def running_locks(
+    capture: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str, str]]:
+    """Return what runs ``locks`` as from the command line.
+
+    It returns the status, stdout and stderr.
+    """
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = 0
+        try:
+            locks.Command().run_from_argv(["manage.py", "locks", *arguments])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, *capture.readouterr()
+
+    return run
 
 
 def environment(**changes: Any) -> dict[str, str]:

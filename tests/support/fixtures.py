@@ -84,19 +84,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", aliases, indirect=True)
 
 
+def tried_on(item: pytest.Item) -> str | None:
+    """Return the alias of the engine that a test takes, if it takes one."""
+    call = getattr(item, "callspec", None)
+    return call and call.params.get("backend")
+
+
+def lacking(item: pytest.Item, alias: str) -> str | None:
+    """Return what a test needs and an engine declares not to have, as a sentence.
+
+    Other processes need locks that are kept outside this one, in some system.
+    """
+    needed = [name for marker in item.iter_markers("needs") for name in marker.args]
+    if tried_on(item) and "workers" in getattr(item, "fixturenames", ()):
+        needed.append("system")
+    for ability in needed:
+        declared = getattr(backends[alias], ability)
+        if not declared:
+            return f"not applicable: {alias} declares {ability} = {declared}"
+    return None
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what isn't about the engines that the contract suite runs on."""
-    backends = settings.CONTRACT_BACKENDS
+    """Say what isn't applicable to an engine; leave out what isn't about engines.
+
+    A test that takes no backend uses the database's. It runs where that is tested;
+    elsewhere it appears only if it needs what the engine there lacks.
+    """
+    aliases = settings.CONTRACT_BACKENDS
+    usual = "default" if "default" in aliases else aliases[0]
 
     def is_chosen(item: pytest.Item) -> bool:
         engine = item.get_closest_marker("engine")
         if engine is not None:
-            return engine.args[0] in backends
-        call = getattr(item, "callspec", None)
-        tried = call and call.params.get("backend")
-        return "default" in backends or tried in backends
+            return not set(engine.args).isdisjoint(aliases)
+        reason = lacking(item, tried_on(item) or usual)
+        if reason is not None:
+            # By a mark, so that nothing is set up for it.
+            item.add_marker(pytest.mark.skip(reason=reason))
+        tried = tried_on(item)
+        return tried in aliases if tried else usual == "default" or reason is not None
 
     chosen = [item for item in items if is_chosen(item)]
     config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
@@ -107,10 +136,6 @@ def pytest_collection_modifyitems(
 def backend(request: pytest.FixtureRequest) -> str:
     """Return the alias of the engine under test, with its storage ready."""
     alias = str(request.param)
-    for marker in request.node.iter_markers("needs"):
-        for ability in marker.args:
-            if not getattr(backends[alias], ability):
-                pytest.skip(f"not applicable: {alias} declares {ability} = False")
     request.getfixturevalue("committed")
     if alias not in {"default", "locmem"}:
         # The process's connection, which stays.
@@ -263,6 +288,16 @@ def two_writers(committed: None) -> None:
         pytest.skip(
             "SQLite has one writer: nothing can be written beside an open transaction"
         )
+
+
+@pytest.fixture
+def locks_beside(committed: None, request: pytest.FixtureRequest) -> None:
+    """Apply the test only where a lock can be taken beside an open transaction.
+
+    On an engine that has no table the locks need no second writer.
+    """
+    if backends[tried_on(request.node) or "default"].has_table:
+        request.getfixturevalue("two_writers")
 
 
 def beside(settings: Any, alias: str, **changes: Any) -> str:

@@ -32,7 +32,32 @@ Event = dict[str, Any]
 
 def state_of(pid: int) -> str:
     """Return the letter of a process's state: ``T`` is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return _state(Path(f"/proc/{pid}"))
+
+
+def _state(path: Path) -> str:
+    return (path / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop(pid: int) -> None:
+    """Suspend a process and wait until all its threads stand.
+
+    Until the one that gets the signal has a processor, the others go on.
+    """
+
+    def stands() -> bool:
+        try:
+            return {*map(_state, Path(f"/proc/{pid}/task").iterdir())} <= {"T", "Z"}
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread, or all of them, has just ended.
+            return False
+
+    os.kill(pid, signal.SIGSTOP)
+    eventually(stands, what="the stop")
+
+
+def resume(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
 
 
 def inherited() -> dict[str, str]:
@@ -123,6 +148,13 @@ class Worker:
         assert event["event"] == name, event
         return event
 
+    def told(self) -> list[str]:
+        """Return the names of the events that have come and weren't read yet."""
+        names: list[str] = []
+        while not self._events.empty():
+            names.append(self.next()["event"])
+        return names
+
     def until_done(self, within: float = DEADLINE) -> list[Event]:
         """Return all events up to the program's end."""
         events: list[Event] = []
@@ -133,11 +165,11 @@ class Worker:
 
     def stop(self) -> None:
         """Suspend the process and wait until it stands."""
-        os.kill(self.pid, signal.SIGSTOP)
-        eventually(lambda: state_of(self.pid) == "T", what="the stop")
+        stop(self.pid)
+        assert state_of(self.pid) == "T"
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        resume(self.pid)
 
     def kill(self) -> float:
         """End it with SIGKILL; return when."""

@@ -36,6 +36,10 @@ START_TIMEOUT = 60
 STOP_TIMEOUT = 30
 ATTEMPTS = 20
 
+#: Where SQLite's files are, whose commits then don't wait for the disk; nor do those
+#: of the servers. Without such a folder, wherever temporary files are.
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
 AnyServer = TypeVar("AnyServer", bound="Server")
 
 # Below Linux' range of ephemeral ports: while a killed server is down, no outgoing
@@ -730,11 +734,21 @@ def find_program(name: str, *folders: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([*folders, *usual]))
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    for port in random.sample(PORTS, k=200):
+    """A port of the loopback interface that nobody listens on.
+
+    Another one each time: who asked for one may not listen there yet.
+    """
+    # Not as the tests are shuffled, which begins anew with each of them.
+    for port in random.SystemRandom().sample(PORTS, k=200):
+        if port in _given:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
+            _given.add(port)
             return port
     raise ServerError("There is no free port.")
 

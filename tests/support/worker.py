@@ -7,9 +7,12 @@ wait for further words; ``done`` follows when it has ended.
 from __future__ import annotations
 
 import os
+import random
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,6 +58,39 @@ def hold(
     before = time.monotonic()
     lease = distributed_lock(key, **options).acquire(timeout=timeout)
     emit("held", token=lease.fencing_token, owner=lease.owner, before=before)
+    wait_for("release")
+    emit("released", result=lease.release())
+
+
+def hold_aloud(key: str, timeout: float, **options: Any) -> None:
+    """:func:`hold`, saying each time that the engine is asked for the key."""
+    from dblocks.conf import backends
+
+    engine: Any = backends["default"]
+    ask = engine.try_acquire
+
+    def ask_aloud(*args: Any) -> Any:
+        emit("asks")
+        return ask(*args)
+
+    engine.try_acquire = ask_aloud
+    try:
+        hold(key, timeout, **options)
+    finally:
+        del engine.try_acquire
+
+
+def obey(key: str, **options: Any) -> None:
+    """Acquire, say when the lock is asked for, and hold until told to release."""
+    from dblocks import distributed_lock
+
+    lease = distributed_lock(key, **options).acquire(timeout=0)
+    asked = threading.Event()
+    lease.on_release_requested(lambda _: asked.set())
+    emit("held", token=lease.fencing_token)
+    while not asked.wait(0.1) and lease.held:
+        pass
+    emit("asked", held=lease.held and lease.release_requested)
     wait_for("release")
     emit("released", result=lease.release())
 
@@ -117,6 +153,23 @@ def contend(
     emit("contended", grants=grants, longest=longest, tokens=tokens)
 
 
+def take_sets(keys: list[str], rounds: int, seed: int, **options: Any) -> None:
+    """Lock some of the keys, in any order, again and again; say from when to when."""
+    from dblocks import distributed_lock
+
+    chance = random.Random(seed)
+    connections["default"].ensure_connection()
+    emit("ready")
+    wait_for("go")
+    for _ in range(rounds):
+        wanted = chance.sample(keys, chance.choice([2, 3]))
+        with distributed_lock(*wanted, **options):
+            start = time.monotonic()
+            time.sleep(0.001)
+            end = time.monotonic()
+        emit("took", keys=wanted, start=start, end=end)
+
+
 def count(key: str, account: int, rounds: int, **options: Any) -> None:
     """Add one to a balance, by a plain read and a plain write under the lock."""
     from dblocks import distributed_lock
@@ -135,8 +188,29 @@ def count(key: str, account: int, rounds: int, **options: Any) -> None:
         emit("grant", token=lease.fencing_token, before=before, start=start, end=end)
 
 
+@contextmanager
+def slow_commits(seconds: float) -> Iterator[None]:
+    """Let each commit to the default database take so long."""
+    connection: Any = connections["default"]
+    commit = connection.commit
+
+    def commit_late() -> None:
+        time.sleep(seconds)
+        commit()
+
+    connection.commit = commit_late
+    try:
+        yield
+    finally:
+        del connection.commit
+
+
 def add_in_atomic_block(
-    key: str, account: int, result: int | None = None, **options: Any
+    key: str,
+    account: int,
+    result: int | None = None,
+    commit_takes: float = 0,
+    **options: Any,
 ) -> None:
     """Add one to a balance under ``atomic=True``, pausing before the write.
 
@@ -147,7 +221,10 @@ def add_in_atomic_block(
     from tests.testapp.models import Account
 
     try:
-        with distributed_lock(key, atomic=True, **options) as lease:
+        with (
+            slow_commits(commit_takes),
+            distributed_lock(key, atomic=True, **options) as lease,
+        ):
             balance = Account.objects.get(pk=account).balance
             emit("read", balance=balance, token=lease.fencing_token)
             wait_for("write")
@@ -189,18 +266,41 @@ def add_under_guard(key: str, account: int, **options: Any) -> None:
     emit("released", result=lease.release())
 
 
+def warm_cache(key: str, pages: list[str], **options: Any) -> None:
+    """Run the function of the page about recipes, and stand still at each page."""
+    from dblocks import LeaseLost, Lock, distributed_lock
+    from tests.support.pages import function
+
+    def lock(name: str, **terms: Any) -> Lock:
+        return distributed_lock(key, **terms, **options)
+
+    def fill(page: str) -> None:
+        emit("fills", page=page)
+        wait_for("go on")
+
+    recipe = function("recipes.md", "warm_cache", distributed_lock=lock)
+    try:
+        recipe(fill, pages)
+    except LeaseLost as error:
+        emit("lost", reason=error.reason)
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
         hold,
+        hold_aloud,
+        obey,
         attempt,
         race,
         toil,
         contend,
+        take_sets,
         count,
         add_in_atomic_block,
         read_in_atomic_block,
         add_under_guard,
+        warm_cache,
     )
 }
 

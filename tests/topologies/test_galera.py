@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timezone
+from datetime import timedelta, timezone
 from typing import Any
 
 import pytest
@@ -73,6 +73,17 @@ def on_every_node(
     }
     with django_db_blocker.unblock():
         yield
+
+
+@pytest.fixture(autouse=True)
+def sessions(nodes: list[Node], on_every_node: None) -> Iterator[None]:
+    """See to it that what a statement sets for itself is not left set."""
+    yield
+    for node in A, B:
+        for name in "innodb_lock_wait_timeout", "innodb_snapshot_isolation":
+            with connections[node].cursor() as cursor:
+                cursor.execute(f"SELECT @@SESSION.{name}, @@GLOBAL.{name}")
+                assert len(set(cursor.fetchone())) == 1, (node, name)
 
 
 def lock(key: str, node: str, **options: Any) -> Lock:
@@ -273,6 +284,28 @@ def test_data_elsewhere(lag: Lag, key: str, other: OtherThread) -> None:
     with pytest.raises(LeaseLost):
         outdated()
     assert not Account.objects.filter(name=key).exists()
+
+
+def test_renewal_on_another_node(lag: Lag, key: str, other: OtherThread) -> None:
+    """A conflict with a renewal of the lease itself is no loss, nor is a later one."""
+    account = f"{key}:account"
+
+    @lock(key, B, atomic=True, renew=False)
+    def renewed_there() -> None:
+        Account.objects.create(name=account)
+        lag.begin()
+        rows = DistributedLock.objects.using(A).filter(key=key)
+        assert rows.update(expires_at=rows.get().expires_at + timedelta(seconds=1))
+        lag.end_in(0.2)
+
+    renewed_there()
+    assert Account.objects.filter(name=account).exists()
+    # The lease is over, and its guard with it.
+    lag.begin()
+    Account.objects.using(A).create(pk=2 * 10**6, name=key)
+    lag.end_in(0.2)
+    with pytest.raises(OperationalError), transaction.atomic(using=B):
+        Account.objects.using(B).create(pk=2 * 10**6, name=key)
 
 
 def test_conflict_over_other_rows(lag: Lag, key: str, other: OtherThread) -> None:

@@ -18,7 +18,7 @@ SECONDS = 16
 
 def delay(key: str, workers: Workers, other: OtherThread, hold: float) -> float:
     """Return how long after the release by another process a waiter has the key."""
-    holder = workers.start("hold", key=key)
+    holder = workers.start("hold", key=key, timeout=DEADLINE)
     holder.expect("held")
     waiter = other.start(wait, key)
     time.sleep(hold)

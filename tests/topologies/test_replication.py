@@ -17,6 +17,7 @@ from django.db.models import F
 from dblocks import LockError, distributed_lock
 from dblocks.models import DistributedLock, TokenFloor
 from tests.support.fixtures import OtherThread
+from tests.support.processes import stop
 from tests.support.services import PostgreSQL, Standby
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 from tests.testapp.models import Account
@@ -132,7 +133,7 @@ class Failover:
             self._until_granted(20)
             if lag:
                 sender = self.pair.sender()
-                os.kill(sender, signal.SIGSTOP)
+                stop(sender)
                 time.sleep(lag)
             self.pair.primary.kill()
             if lag:

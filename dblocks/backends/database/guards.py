@@ -94,7 +94,8 @@ class DatabaseGuards(BaseBackend):
         dialect = dialects.of(connection)
         missing, error = list(grants), None
         blame = partial(self._blame, grants)
-        if dialect.certifies:
+        if dialect.certifies and connection is connections[self.using]:
+            # A pinning transaction is never committed.
             transactions.if_commit_fails(connection.alias, blame)
         try:
             missing = table.pin(connection, grants)
@@ -143,12 +144,8 @@ class DatabaseGuards(BaseBackend):
             LeaseLost: They don't.
         """
         connection = connections[self.using]
-        try:
-            if run(connection, table.touch_current, grants, patience=0.0):
-                return
-        except DatabaseError as error:
-            if not dialects.of(connection).has_lost_conflict(error):
-                raise
+        if run(connection, table.touch_current, grants):
+            return
         lost, reason = self._first_lost(connection, grants)
         raise _lease_lost(lost, reason or "taken")
 

@@ -1,17 +1,21 @@
 """Takes keys on SQLite, where a write keeps all other writers out.
 
 A refused caller must not write. A key's gate tells without a statement that nobody has
-the key; a caller without a gate, or who comes from elsewhere, reads first.
+the key; a caller without a gate, or who comes from elsewhere, reads first. While a key
+looks free and others have its gate, somebody is about to take it or has just released
+it: a write would meet the transaction that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from ...permits import row_keys
+from ...permits import row_key, row_keys
 from ..gates import GateClosed
 from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
 from . import permit_rows, several_rows, table
@@ -20,6 +24,18 @@ from .file_locks import FileLock, gate_of
 
 MOST_GATES = 32
 """The most gates that one acquisition enters; each has a file open."""
+
+PAUSES = tuple(0.001 * 2**n for n in range(7))
+"""Seconds between looks at a key that seems to be changing hands, 0.127 in all.
+
+After that, whoever has the gate is taken for stopped.
+"""
+
+T = TypeVar("T")
+
+
+class _ChangesHands(Exception):
+    """Others have the gate of a key that looks free."""
 
 
 def gate(connection: Connection, key: str) -> FileLock | None:
@@ -33,10 +49,21 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
     if is_alone(connection) or (request.queued and is_one):
         grants = table.take if is_one else permit_rows.take
         return grants(connection, request)
-    return _take_one(connection, request) if is_one else _take_any(connection, request)
+    ask = _take_one if is_one else _take_any
+    return _once_settled(lambda patient: ask(connection, request, patient))
 
 
-def _take_one(connection: Connection, request: Request) -> Granted | Reading:
+def _once_settled(ask: Callable[[bool], T]) -> T:
+    for pause in PAUSES:
+        with suppress(_ChangesHands):
+            return ask(True)
+        time.sleep(pause)
+    return ask(False)
+
+
+def _take_one(
+    connection: Connection, request: Request, patient: bool
+) -> Granted | Reading:
     entrance = gate_of(connection, request.key)
     try:
         entered = entrance is not None and entrance.try_enter()
@@ -44,9 +71,8 @@ def _take_one(connection: Connection, request: Request) -> Granted | Reading:
         entrance, entered = None, False
     try:
         if not entered:
-            seen = table.read(connection, request.key)
-            is_anothers = seen is not None and seen.owner != request.owner
-            if seen and is_anothers and not _is_free(seen, entrance):
+            seen = table.read(connection, request.key) or Reading()
+            if seen.owner != request.owner and not _is_free(seen, entrance, patient):
                 return seen
         answer = table.take(connection, request)
         if isinstance(answer, Granted) and entered:
@@ -57,7 +83,9 @@ def _take_one(connection: Connection, request: Request) -> Granted | Reading:
             entrance.leave()
 
 
-def _take_any(connection: Connection, request: Request) -> Granted | Reading:
+def _take_any(
+    connection: Connection, request: Request, patient: bool
+) -> Granted | Reading:
     """Grant a permit; those that wait for one queue at the key's own gate."""
     keys = row_keys(request.key, request.permits)
     if request.explicit:
@@ -77,13 +105,23 @@ def _take_any(connection: Connection, request: Request) -> Granted | Reading:
                 return permit_rows.take(connection, request)
             gate.leave()
     seen = first_free(table.read_all(connection, keys), keys)
-    return permit_rows.take(connection, request) if _is_free(seen, queue) else seen
+    if not _is_free(seen, queue, patient):
+        return seen
+    if patient and _queue(connection, row_key(request.key, seen.permit)) is not None:
+        raise _ChangesHands
+    return permit_rows.take(connection, request)
 
 
 def take_all(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
     """Grant several keys that have rows and are free, all or none of them."""
+    return _once_settled(lambda patient: _take_all(connection, request, keys, patient))
+
+
+def _take_all(
+    connection: Connection, request: Request, keys: Sequence[str], patient: bool
+) -> list[Granted] | None:
     gates: dict[str, FileLock] = {}
     if not is_alone(connection) and len(keys) <= MOST_GATES:
         gates = dict(_enter(connection, keys, most=len(keys)))
@@ -92,7 +130,7 @@ def take_all(
             seen = table.read_all(connection, keys)
             for key in keys:
                 queue = None if key in gates else _queue(connection, key)
-                if key not in seen or not _is_free(seen[key], queue):
+                if key not in seen or not _is_free(seen[key], queue, patient):
                     return None
         granted = several_rows.take(connection, request, keys)
         if granted is not None and len(gates) == len(keys):
@@ -125,10 +163,15 @@ def _queue(connection: Connection, key: str) -> FileLock | None:
     return None if queue is None or queue.is_free() else queue
 
 
-def _is_free(seen: Reading, gate: FileLock | None) -> bool:
+def _is_free(seen: Reading, gate: FileLock | None, patient: bool) -> bool:
     """Tell whether a key is free, even if others have its gate or queue there.
 
     They may be stopped; or a holder has its gate that was replaced and doesn't know it.
     """
-    is_waited_for = gate is not None and seen.acquired_at is not None
-    return seen.remaining <= (-PINNED_GRACE if is_waited_for else 0.0)
+    if gate is None or seen.remaining > 0:
+        return seen.remaining <= 0
+    if seen.acquired_at is not None and seen.remaining > -PINNED_GRACE:
+        return False
+    if patient:
+        raise _ChangesHands
+    return True

@@ -1,4 +1,4 @@
-"""Locks in Redis: on one server, where Sentinel finds one, or on most of several."""
+"""Locks in Redis: on one server, with Sentinel, in a cluster, or on most of several."""
 
 from __future__ import annotations
 

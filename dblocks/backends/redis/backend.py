@@ -17,6 +17,7 @@ from ..values import (
     Request,
     Waiters,
 )
+from .cluster import ClusterClient
 from .doorbell import Doorbell
 from .quorum import QuorumBackend
 from .servers import Servers, locations
@@ -26,12 +27,15 @@ class RedisBackend(Servers):
     """Locks as hashes in Redis: one hash per key, one script per verb.
 
     The server's clock decides. ``LOCATION`` is a URL: ``redis://``, ``rediss://`` or
-    ``unix://``. A list of several URLs names independent servers, of which a majority
-    must agree (Redlock); its grants have no fencing tokens. ``KEY_PREFIX`` begins the
-    names of all keys in Redis; default: ``dblocks:``. ``OPTIONS`` takes what redis-py's
-    connections take, and ``sentinels``, a list of hosts and ports: the host in
-    ``LOCATION`` is then the name of the service that they watch.
+    ``unix://``; a node of a Redis Cluster stands for the whole cluster. A list of
+    several URLs names independent servers, of which a majority must agree (Redlock);
+    its grants have no fencing tokens. ``KEY_PREFIX`` begins the names of all keys in
+    Redis; default: ``dblocks:``. ``OPTIONS`` takes what redis-py's connections take,
+    and ``sentinels``, a list of hosts and ports: the host in ``LOCATION`` is then the
+    name of the service that they watch.
     """
+
+    client_class = ClusterClient
 
     def __new__(cls, alias: str, config: dict[str, Any]) -> Any:
         if cls is RedisBackend and len(locations(alias, config)) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from django.core.checks import CheckMessage
 from redis.exceptions import RedisError
@@ -12,19 +12,31 @@ from .client import Client
 
 
 def findings(client: Client) -> Iterator[CheckMessage]:
-    """Yield what puts locks on a server at risk: W011 to W013."""
-    name = client.name
+    """Yield what puts locks on a server or a cluster at risk: W011 to W013."""
     try:
-        text = client.send("INFO").decode()
+        servers = client.masters()
     except RedisError as error:
-        yield warning(
-            "W011",
-            f"Redis at {name} can't be asked: {error}",
-            "See that the server runs, and that LOCATION and its password are right.",
-        )
+        yield _unreachable(client, error)
         return
-    lines = (line.partition(":") for line in text.splitlines())
-    facts = {fact: value for fact, _, value in lines}
+    for server in servers:
+        try:
+            text = server.send("INFO").decode()
+        except RedisError as error:
+            yield _unreachable(server, error)
+        else:
+            lines = (line.partition(":") for line in text.splitlines())
+            yield from _risks(server.name, {k: value for k, _, value in lines})
+
+
+def _unreachable(client: Client, error: RedisError) -> CheckMessage:
+    return warning(
+        "W011",
+        f"Redis at {client.name} can't be asked: {error}",
+        "See that the server runs, and that LOCATION and its password are right.",
+    )
+
+
+def _risks(name: str, facts: Mapping[str, str]) -> Iterator[CheckMessage]:
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         yield warning(

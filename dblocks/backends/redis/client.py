@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from redis.connection import parse_url
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
     ConnectionError,
     MaxConnectionsError,
     NoScriptError,
@@ -47,9 +49,12 @@ LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
 
 UNREACHABLE = (ConnectionError, TimeoutError)
 
-_TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError)
+_TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError, ClusterDownError)
 
 Argument = str | bytes | int | float
+
+Part = tuple[Sequence[str], Sequence[Argument]]
+"""One lock's share of the keys and arguments of a script."""
 
 
 class Client:
@@ -88,17 +93,23 @@ class Client:
                 f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
             ) from error
 
-    def send(self, *command: Argument, answers_within: float | None = None) -> Any:
+    def send(
+        self,
+        *command: Argument,
+        answers_within: float | None = None,
+        asking: bool = False,
+    ) -> Any:
         """Send one command, once.
 
         Args:
             answers_within: Seconds that the answer may take, if more than usual.
+            asking: It is about a slot that is still on its way to this server.
 
         Raises:
             RedisError: As redis-py says it, with the server's name.
         """
         try:
-            return self._send(command, answers_within)
+            return self._send(command, answers_within, asking)
         except (ConnectionError, TimeoutError) as error:
             # Sentinel's goes on with how it was asked, which is long and not for all.
             text = str(error).partition(" : ")[0]
@@ -107,10 +118,18 @@ class Client:
                 f"server that can be reached from here)"
             ) from error
 
-    def _send(self, command: Sequence[Argument], answers_within: float | None) -> Any:
+    def _send(
+        self,
+        command: Sequence[Argument],
+        answers_within: float | None,
+        asking: bool,
+    ) -> Any:
         connection = self._take()
         try:
-            connection.send_packed_command([_packed(command)])
+            if asking:
+                connection.send_packed_command([packed(["ASKING"])])
+                connection.read_response()
+            connection.send_packed_command([packed(command)])
             if answers_within is not None and not connection.can_read(answers_within):
                 raise TimeoutError("no answer")
             answer = connection.read_response()
@@ -140,7 +159,9 @@ class Client:
             connection: Any = self._pool.make_connection()
             try:
                 connection.connect()
+                self._meet(connection)
             except Exception as error:
+                connection.disconnect()
                 # One of redis-py's frames keeps an error that keeps the frame, and with
                 # it all callers' leases until the garbage collector comes.
                 cause = error.__context__
@@ -186,13 +207,56 @@ class Client:
             pause = min(0.25, 2 * pause or 0.01)
 
     def _run(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Argument],
+        asking: bool = False,
     ) -> Any:
         rest = (len(keys), *keys, *arguments)
+        send = partial(self.send, asking=True) if asking else self.send
         try:
-            return self.send("EVALSHA", script.digest, *rest)
+            return send("EVALSHA", script.digest, *rest)
         except NoScriptError:
-            return self.send("EVAL", script.text, *rest)
+            return send("EVAL", script.text, *rest)
+
+    def run_all(
+        self,
+        script: Script,
+        head: Sequence[Argument],
+        parts: Sequence[Part],
+        *,
+        patience: float = 0.0,
+        alone: bool = False,
+    ) -> Sequence[Any]:
+        """Run a script for several locks; return its answer for each.
+
+        Args:
+            head: Arguments that come before those of the locks.
+            alone: In a cluster, ask for each lock by itself, and be content if some
+                answer; the others' answers are ``None``.
+        """
+        if len(parts) == 1:
+            ((names, rest),) = parts
+        else:
+            names = [name for each, _ in parts for name in each]
+            rest = [argument for _, each in parts for argument in each]
+        arguments = (*head, *rest)
+        found: Sequence[Any] = self.run(script, names, arguments, patience=patience)
+        return found
+
+    # What differs in a cluster
+
+    def _meet(self, connection: Any) -> None:
+        """Learn what the server is, on a new connection."""
+
+    def at(self, name: str) -> Client:
+        """Return the client of the server that has a key."""
+        return self
+
+    def masters(self) -> Sequence[Client]:
+        """Return the clients of all servers that have keys."""
+        return [self]
 
     def close(self) -> None:
         """Close the connections that nobody uses."""
@@ -238,7 +302,10 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     }
     if refused := sorted(fixed.keys() & chosen.keys()):
         raise ValueError(f"{', '.join(refused)} can't be set")
-    settings = {**timeouts, "socket_keepalive": True, **chosen, **fixed}
+    settings = {**timeouts, **chosen, **fixed}
+    if "path" not in settings:
+        # A Unix socket has none.
+        settings.setdefault("socket_keepalive", True)
     if sentinels is None:
         return ConnectionPool(**settings)
     if settings.pop("connection_class", None) is not None:
@@ -251,7 +318,8 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     return pool
 
 
-def _packed(command: Sequence[Argument]) -> bytes:
+def packed(command: Sequence[Argument]) -> bytes:
+    """Return a command as it is sent."""
     parts = [b"*%d\r\n" % len(command)]
     for each in command:
         part = each if isinstance(each, bytes) else str(each).encode()

@@ -13,7 +13,7 @@ import os
 import threading
 from contextlib import suppress
 
-from redis.exceptions import RedisError
+from redis.exceptions import ClusterDownError, RedisError, TryAgainError
 
 from ... import clock
 from ..gates import Gate
@@ -63,8 +63,9 @@ class Doorbell(Gate):
             self.held = self._queue(seconds)
         except LASTING:
             raise
-        except UNREACHABLE:
-            # The look that follows sits it out for as long as the caller waits.
+        except (*UNREACHABLE, TryAgainError, ClusterDownError):
+            # The look that follows sits it out for as long as the caller waits. It
+            # could not tell of a server that only refuses to be written to.
             self.held = False
         finally:
             self._leave_if_left()

@@ -34,15 +34,15 @@ class Script(NamedTuple):
 
 
 _COMMON = """
+-- Redis hands numbers on with 17 digits; these have 16.
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local GRACE, FORGET, RETAIN, NEXT = 250000, 3600000, 86400000, 3
 
 local function number(value) return tonumber(value) or 0 end
-local function whole(value) return string.format('%.0f', value) end
 
 local function keep(row, expires)
-  redis.call('PEXPIREAT', row, whole(math.ceil(expires / 1000) + RETAIN))
+  redis.call('PEXPIREAT', row, math.ceil(expires / 1000) + RETAIN)
 end
 
 -- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
@@ -82,13 +82,13 @@ end
 local function let_in(queue, alive, rung, ticket)
   redis.call('ZREM', queue, ticket)
   redis.call('HDEL', alive, ticket)
-  redis.call('ZADD', rung, whole(now + GRACE), ticket)
+  redis.call('ZADD', rung, now + GRACE, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
 local function tell_in_turn(queue, first, last, from)
   for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
-    tell(queue, ticket, whole(from - now + (number - 1) * GRACE))
+    tell(queue, ticket, from - now + (number - 1) * GRACE)
   end
 end
 
@@ -111,7 +111,7 @@ local function ring(queue, alive, rung)
 end
 
 local function reserved(rung)
-  redis.call('ZREMRANGEBYSCORE', rung, '-inf', whole(now))
+  redis.call('ZREMRANGEBYSCORE', rung, '-inf', now)
   return redis.call('ZCARD', rung)
 end
 
@@ -164,7 +164,7 @@ for i = 0, size - 1 do
       redis.call('HSET', row, 'id', id)
     end
     expires = math.max(expires, math.min(now + lease, max_until))
-    redis.call('HSET', row, 'expires', whole(expires))
+    redis.call('HSET', row, 'expires', expires)
     keep(row, expires)
     return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, id}
   elseif not soonest or expires < expires_first then
@@ -190,9 +190,9 @@ version = math.max(version + 1, now)
 local max_until = now + max_hold
 local expires = now + math.min(lease, max_hold)
 redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
-  'version', whole(version), 'acquired', whole(now), 'expires', whole(expires),
-  'min_until', whole(kept_until(at_least)), 'max_until', whole(max_until),
-  'requested', 0, 'id', id)
+  'version', version, 'acquired', now, 'expires', expires,
+  'min_until', kept_until(at_least), 'max_until', max_until, 'requested', 0,
+  'id', id)
 keep(row, math.max(expires, kept_until(at_least)))
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
@@ -201,13 +201,14 @@ if ticket ~= '' then
   redis.call('DEL', bell)
 end
 if queued and free - 1 > reserved(rung) then ring(queue, alive, rung) end
-return {1, chosen, version, max_until - now, 0, id}
+return {1, chosen, version, max_until - now}
 """)
 """Grant a key, or the first free of its permits from one on.
 
 Keys: queue, alive, rung, bell, rows. Arguments: owner; lease, max_hold and
 hold_at_least; holder; note; whether the owner is explicit; an id for a new grant; the
-permit to begin with; the ticket, or nothing.
+permit to begin with; the ticket, or nothing. The answer about a grant that the owner
+has already also tells whether this counts as another hold, and the grant's id.
 """
 
 ACQUIRE_ALL = _script("""
@@ -230,9 +231,9 @@ local expires = now + math.min(lease, max_hold)
 for i, version in ipairs(found) do
   local row = KEYS[3 * i]
   redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
-    'count', 1, 'version', whole(version), 'acquired', whole(now),
-    'expires', whole(expires), 'min_until', whole(kept_until(at_least)),
-    'max_until', whole(max_until), 'requested', 0, 'id', ARGV[8])
+    'count', 1, 'version', version, 'acquired', now, 'expires', expires,
+    'min_until', kept_until(at_least), 'max_until', max_until,
+    'requested', 0, 'id', ARGV[8])
   keep(row, math.max(expires, kept_until(at_least)))
 end
 return found
@@ -262,7 +263,7 @@ for i = 1, #KEYS / 4 do
       redis.call('HSET', row, 'count', count, 'acts', acts)
     else
       local free_at = undo and now or math.max(now, number(f[5]))
-      redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', whole(free_at),
+      redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', free_at,
         'requested', 0, 'id', undo and '' or f[3] or '', 'acts', acts)
       keep(row, free_at)
       if redis.call('EXISTS', queue) > 0 then
@@ -292,7 +293,7 @@ for i, row in ipairs(KEYS) do
   local expires = number(f[4])
   if is_grant(f, owner, mark) and expires > now then
     expires = math.max(expires, math.min(now + lease, number(f[5])))
-    redis.call('HSET', row, 'expires', whole(expires))
+    redis.call('HSET', row, 'expires', expires)
     keep(row, expires)
     if ARGV[1] == 'up' then
       redis.call('HINCRBY', row, 'count', 1)
@@ -345,8 +346,8 @@ if redis.call('ZSCORE', rung, ticket) then
   redis.call('ZREM', rung, ticket)
 end
 
-redis.call('ZADD', queue, 'NX', whole(now), ticket)
-redis.call('HSET', alive, ticket, whole(now + seconds))
+redis.call('ZADD', queue, 'NX', now, ticket)
+redis.call('HSET', alive, ticket, now + seconds)
 redis.call('PEXPIRE', queue, FORGET)
 redis.call('PEXPIRE', alive, FORGET)
 
@@ -399,7 +400,7 @@ for i = 1, #KEYS, 2 do
   if number(redis.call('HGET', row, 'expires')) > now then
     for _, moment in ipairs({'acquired', 'expires', 'min_until', 'max_until'}) do
       local value = number(redis.call('HGET', row, moment))
-      if value > 0 then redis.call('HSET', row, moment, whole(value - ARGV[1])) end
+      if value > 0 then redis.call('HSET', row, moment, value - ARGV[1]) end
     end
   end
 end
@@ -411,7 +412,7 @@ local row = KEYS[1]
 local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'holder', 'requested')
 if not f[1] or f[1] == '' or number(f[3]) <= now then return {} end
 if ARGV[1] ~= '' and f[2] ~= ARGV[1] then return {} end
-if number(f[5]) == 0 then redis.call('HSET', row, 'requested', whole(now)) end
+if number(f[5]) == 0 then redis.call('HSET', row, 'requested', now) end
 return {f[1], f[4], number(f[2])}
 """)
 """Ask the holder of a key to finish.
@@ -429,8 +430,8 @@ if ended[1] then return {ended[1], ended[2], number(ended[3])} end
 if f[1] == '' and number(f[4]) <= now then return {} end
 if not f[2] or (ARGV[1] ~= '' and f[2] ~= ARGV[1]) then return {} end
 if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
-redis.call('HSET', row, 'owner', '', 'count', 0, 'version', whole(version + 1),
-  'acquired', 0, 'expires', whole(now), 'min_until', 0, 'max_until', 0,
+redis.call('HSET', row, 'owner', '', 'count', 0, 'version', version + 1,
+  'acquired', 0, 'expires', now, 'min_until', 0, 'max_until', 0,
   'requested', 0)
 keep(row, now)
 redis.call('RPUSH', act, f[1], f[5], f[2])

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import (
+    AskError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    ConnectionError,
+    TimeoutError,
+    TryAgainError,
+)
 
 from ...permits import apart, row_key, row_keys
 from ..values import (
@@ -24,7 +32,7 @@ from ..values import (
     Waiters,
 )
 from . import scripts
-from .client import Client
+from .client import Client, Part
 
 MICRO = 1_000_000
 
@@ -33,6 +41,9 @@ BATCH = 500
 
 LONG = 1.0
 """The shortest wait, in seconds, that the server is trusted to end on time."""
+
+SHORT = 0.05
+"""Seconds before a bell is looked for again whose node isn't known."""
 
 LATE = 0.25
 """Seconds by which the server may be late."""
@@ -92,9 +103,12 @@ class Server:
         if not answer[0]:
             permit = None if request.permits == 1 else answer[1]
             return replace(self._reading(answer[2]), permit=permit)
-        _, _, version, limit, again, identity = answer
-        grant = self._grant(key, request.owner, version, identity.decode())
-        return Granted(grant, limit / MICRO, again=bool(again))
+        _, _, version, limit, *earlier = answer
+        again, identity = False, request.identity
+        if earlier:
+            again, identity = bool(earlier[0]), earlier[1].decode()
+        grant = self._grant(key, request.owner, version, identity)
+        return Granted(grant, limit / MICRO, again=again)
 
     def _grant(self, key: str, owner: str, version: int, identity: str) -> Grant:
         if self._has_tokens:
@@ -118,7 +132,12 @@ class Server:
             queue, _, rung = self._queue(key)
             names += queue, rung, self.row(key)
         terms = _terms(request)
-        versions = self.client.run(scripts.ACQUIRE_ALL, names, terms, patience=patience)
+        try:
+            versions = self.client.run(
+                scripts.ACQUIRE_ALL, names, terms, patience=patience
+            )
+        except ClusterCrossSlotError:
+            return None
         if not versions:
             return None
         owner, identity, limit = request.owner, request.identity, int(terms[2]) / MICRO
@@ -131,15 +150,16 @@ class Server:
         self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
     ) -> set[Grant]:
         """Release one hold of each, or all but ``count``; return the current ones."""
-        names: list[str] = []
-        owners: list[str | int] = []
-        for grant in grants:
-            names += [*self._queue(apart(grant.key)[0]), self.row(grant.key)]
-            owners += grant.owner, _mark(grant)
-        answers = self.client.run(
+        answers = self.client.run_all(
             scripts.RELEASE,
-            names,
-            ["" if count is None else count, int(undo), _act(), *owners],
+            ["" if count is None else count, int(undo), _act()],
+            [
+                (
+                    [*self._queue(apart(grant.key)[0]), self.row(grant.key)],
+                    [grant.owner, _mark(grant)],
+                )
+                for grant in grants
+            ],
         )
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
@@ -147,17 +167,17 @@ class Server:
         """Extend grants; ``count`` is the new number of holds; ``up`` adds one."""
         renewed = Renewed()
         for batch in _batches(renewals):
-            arguments: list[str | int] = [count]
-            for grant, lease in batch:
-                arguments += grant.owner, _mark(grant), _micro(lease)
-            rows = [self.row(grant.key) for grant, _ in batch]
-            answers = self.client.run(scripts.RENEW, rows, arguments)
+            parts = [
+                ([self.row(grant.key)], [grant.owner, _mark(grant), _micro(lease)])
+                for grant, lease in batch
+            ]
+            answers = self.client.run_all(scripts.RENEW, [count], parts, alone=True)
             for (grant, _), answer in zip(batch, answers, strict=True):
                 if answer in (1, 2):
                     renewed.extended.add(grant)
                     if answer == 2:
                         renewed.requested.add(grant)
-                else:
+                elif answer is not None:
                     seen = self._reading(answer)
                     renewed.lost[grant] = seen.reason_for(grant) or "taken"
         return renewed
@@ -175,8 +195,8 @@ class Server:
         return found
 
     def _read(self, keys: Sequence[str], patience: float = 0.0) -> Any:
-        rows = list(map(self.row, keys))
-        return self.client.run(scripts.READ, rows, patience=patience)
+        rows: list[Part] = [([self.row(key)], ()) for key in keys]
+        return self.client.run_all(scripts.READ, (), rows, patience=patience)
 
     # The queue
 
@@ -202,11 +222,17 @@ class Server:
         # The server looks at its clock ten times a second. It ends long waits, a bit
         # early; the client ends the others, which costs the connection.
         ends = seconds - LATE if seconds > LONG else seconds + LONG
-        command = ("BLPOP", self._bell(key, ticket), ends)
+        bell = self._bell(key, ticket)
         try:
-            answer = self.client.send(*command, answers_within=seconds)
+            answer = self.client.at(bell).send(
+                "BLPOP", bell, ends, answers_within=seconds
+            )
         except (ConnectionError, TimeoutError):
             # The next command will show whether the server is out of reach.
+            return ""
+        except (AskError, TryAgainError, ClusterDownError):
+            # The next command will find the key's node.
+            time.sleep(min(seconds, SHORT))
             return ""
         return "" if answer is None else str(answer[1], "ascii")
 
@@ -250,10 +276,10 @@ class Server:
     def make_older(self, seconds: float) -> None:
         """Let time pass for all locks."""
         for batch in _batches(self._find(None)):
-            names: list[str] = []
-            for each in batch:
-                names += self._queue(apart(each)[0])[0], self.row(each)
-            self.client.run(scripts.MAKE_OLDER, names, [_micro(seconds)])
+            parts: list[Part] = [
+                ([self._queue(apart(each)[0])[0], self.row(each)], ()) for each in batch
+            ]
+            self.client.run_all(scripts.MAKE_OLDER, [_micro(seconds)], parts)
 
     def _entry(self, row_key: str, answer: Sequence[Any]) -> Entry:
         seen = self._reading(answer)
@@ -274,17 +300,15 @@ class Server:
         """Return the keys of all rows, or of those of a key."""
         which = "*" if key is None else _literally(key)
         pattern = f"{_literally(self._prefix)}{{lock:{which}}}:row*"
-        found, cursor = set(), "0"
-        while True:
-            answer = self.client.send("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            cursor = answer[0].decode()
-            for name in answer[1]:
-                match = self._row.fullmatch(name.decode())
-                if match is not None and key in (None, match[1]):
-                    permit = None if match[2] is None else int(match[2])
-                    found.add(row_key(match[1], permit))
-            if cursor == "0":
-                return sorted(found)
+        found = set()
+        for name in chain.from_iterable(
+            _scan(client, pattern) for client in self.client.masters()
+        ):
+            match = self._row.fullmatch(name)
+            if match is not None and key in (None, match[1]):
+                permit = None if match[2] is None else int(match[2])
+                found.add(row_key(match[1], permit))
+        return sorted(found)
 
     def request_release(
         self, row_key: str, version: int | None
@@ -306,6 +330,17 @@ class Server:
                 ["" if version is None else version, _micro(age), _act()],
             )
         )
+
+
+def _scan(client: Client, pattern: str) -> Iterator[str]:
+    """Yield the names of all keys of a server that match, some of them twice."""
+    cursor = "0"
+    while True:
+        answer = client.send("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+        yield from (name.decode() for name in answer[1])
+        cursor = answer[0].decode()
+        if cursor == "0":
+            return
 
 
 def _described(answer: Any) -> tuple[str, str, int] | None:

@@ -28,6 +28,8 @@ class Servers(BaseBackend):
     errors = (RedisError,)
     #: Seconds for which passing faults of a server are sat out, at least.
     patience = PATIENCE
+    #: How a server is asked.
+    client_class: type[Client] = Client
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
@@ -40,7 +42,7 @@ class Servers(BaseBackend):
         options = self._client_options()
         self._servers = [
             Server(
-                Client(alias, location, options, self.patience),
+                self.client_class(alias, location, options, self.patience),
                 prefix,
                 has_tokens=self.has_fencing_tokens,
             )

@@ -74,6 +74,17 @@ class Held:
         return self.place.partition("-")[0]
 
 
+@dataclass(eq=False)
+class Leftover:
+    """What was made under a mark in a folder, to be deleted.
+
+    Each is one of its own: while one is being swept, more may be made under its mark.
+    """
+
+    folder: str
+    mark: str
+
+
 class Session(Connection):
     """The grants that a session keeps, and its waiters.
 
@@ -88,8 +99,7 @@ class Session(Connection):
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
         self._bells: set[tuple[str, Bell]] = set()
-        #: Folders and marks of what is to be deleted.
-        self._leftovers: set[tuple[str, str]] = set()
+        self._leftovers: set[Leftover] = set()
         self._due: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def open(self) -> None:
@@ -174,7 +184,7 @@ class Session(Connection):
 
     def doom(self, folder: str, mark: str) -> None:
         """Have what was made under a mark deleted as soon as possible. Never blocks."""
-        self._leftovers.add((folder, mark))
+        self._leftovers.add(Leftover(folder, mark))
         self._due.put(None)
 
     def settle(self, until: float) -> None:
@@ -204,11 +214,11 @@ class Session(Connection):
             if not self.client.connected:
                 break
             try:
-                self.sweep(*each)
+                self.sweep(each.folder, each.mark)
             except PASSING:
                 break
             except KazooException as error:
-                logger.warning("not deleted folder=%s error=%s", each[0], error)
+                logger.warning("not deleted folder=%s error=%s", each.folder, error)
             left.discard(each)
 
     def _pause(self, now: float) -> float:
@@ -218,13 +228,13 @@ class Session(Connection):
         ends = [held.expires_at for held in list(self.grants.values())]
         return max(0.0, min([now + self.address.lease / PULSES, *ends]) - now)
 
-    def _run_out(self, now: float) -> set[tuple[str, str]]:
+    def _run_out(self, now: float) -> set[Leftover]:
         """Return the places of leases that nobody has renewed in time."""
         found = set()
         with self.mutex:
             for held in list(self.grants.values()):
                 if held.expires_at <= now and self.drop(held):
-                    found.add((held.folder, held.mark))
+                    found.add(Leftover(held.folder, held.mark))
         return found
 
     def sweep(self, folder: str, mark: str) -> None:

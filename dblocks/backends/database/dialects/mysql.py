@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ....permits import MAX_PERMITS, SEPARATOR
 from ...messages import warning
-from .base import TABLE, Dialect, ask, digest
+from .base import TABLE, Dialect, Shape, ask, digest
 from .galera import clock_findings
 
 NAMES_AT_ONCE = 500
@@ -37,7 +37,7 @@ class MySQL(Dialect):
     table = f"`{TABLE}`"
     key = "`key`"
     # INSERT IGNORE would hide every other error as well.
-    insert_unless_there = "INSERT INTO {}".format
+    insert_unless_there: Shape = "INSERT INTO {}".format
     # The spelling that MariaDB knows too.
     share = "LOCK IN SHARE MODE"
     # GET_LOCK() rounds its timeout to whole seconds, and half a second to none.
@@ -251,21 +251,34 @@ class MariaDB(MySQL):
 
     name = "mariadb"
     exact_collation = "utf8mb4_nopad_bin"
-    at_once = "SET STATEMENT innodb_lock_wait_timeout=0 FOR "
-    # Another's transaction may have locked the gap in which the row is made.
-    insert_unless_there = (
-        "SET STATEMENT innodb_lock_wait_timeout=1 FOR INSERT INTO {}".format
-    )
     shortest_queueing = 0.0
     oldest = (10, 6)
     unlocked = "{}".format
+
+    def __init__(self, *, in_cluster: bool = False) -> None:
+        super().__init__(in_cluster=in_cluster)
+        self.at_once = self._setting("innodb_lock_wait_timeout=0")
+        # Another's transaction may have locked the gap in which the row is made.
+        self._briefly = self._setting("innodb_lock_wait_timeout=1")
+
+    def insert_unless_there(self, into: str) -> str:
+        return f"{self._briefly}INSERT INTO {into}"
+
+    def _setting(self, assignment: str) -> str:
+        """Return what sets a variable for the one statement that follows."""
+        # A node of a cluster repeats what lost a conflict, with the variable set
+        # already, and would leave the session with that value.
+        repeats = "wsrep_retry_autocommit=0, " if self.certifies else ""
+        return f"SET STATEMENT {repeats}{assignment} FOR "
 
     def all_or_none(self, change: str, which: str, n: int) -> str:
         # By the primary key: whatever is passed is locked, or is locked by others.
         table = f"{self.table} FORCE INDEX (PRIMARY)"
         return f"{self.at_once}UPDATE {table} SET {change} WHERE {which}"
 
-    limited = "SET STATEMENT max_statement_time={1:.6f} FOR {0}".format
+    def limited(self, sql: str, seconds: float) -> str:
+        return f"{self._setting(f'max_statement_time={seconds:.6f}')}{sql}"
+
     making_rows = Dialect.making_rows
 
 
@@ -276,4 +289,6 @@ class SnapshotMariaDB(MariaDB):
     snapshot, as a renewal changes it. The guard reads what is committed now.
     """
 
-    pin_prefix = "SET STATEMENT innodb_snapshot_isolation=OFF FOR "
+    def __init__(self, *, in_cluster: bool = False) -> None:
+        super().__init__(in_cluster=in_cluster)
+        self.pin_prefix = self._setting("innodb_snapshot_isolation=OFF")

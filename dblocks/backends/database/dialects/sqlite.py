@@ -17,6 +17,9 @@ from .base import UNBOUNDED, Dialect
 STARVED = 0.9
 """Seconds for which dblocks gives way to readers, with a rollback journal."""
 
+BRIEF = 1
+"""Seconds of the driver's timeout up to which waits, but for connecting, are ours."""
+
 
 @contextmanager
 def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
@@ -51,6 +54,10 @@ def _has_wal(connection: Any) -> bool:
     return known[1]
 
 
+def _timeout(connection: Connection) -> float:
+    return float(connection.settings_dict["OPTIONS"].get("timeout", 5.0))
+
+
 class SQLite(Dialect):
     """One file, one writer, no server."""
 
@@ -60,7 +67,7 @@ class SQLite(Dialect):
     fills_by_name = True
     # A try must be answered within a second, and waits for other writers too.
     patience = 0.5
-    short_waits = {"timeout": 0}
+    short_waits = {"timeout": BRIEF}
     # SQLite has no queue in which other writers could get ahead of pruning.
     prune_rests = 5
     _format = "'%%Y-%%m-%%d %%H:%%M:%%f000'"
@@ -84,7 +91,7 @@ class SQLite(Dialect):
         )
 
     def sits_out(self, connection: Connection) -> float:
-        return max(1.0, float(connection.settings_dict["OPTIONS"].get("timeout", 5.0)))
+        return max(1.0, _timeout(connection))
 
     def waiting(
         self, connection: Connection, patience: float | None, waited: float
@@ -98,7 +105,11 @@ class SQLite(Dialect):
             # writing: SQLite refuses their writes at once, and they fail. But if one
             # reader follows another, only such a wait ever succeeds.
             return busy_timeout(connection, 0.0 if waited < STARVED else 0.1)
-        return UNBOUNDED if patience is None else busy_timeout(connection, patience)
+        if patience is None:
+            if _timeout(connection) > BRIEF:
+                return UNBOUNDED
+            patience = 0.0
+        return busy_timeout(connection, patience)
 
     def pause(self, attempt: int) -> float:
         # SQLite itself looks ever less often, in the end ten times a second, and never

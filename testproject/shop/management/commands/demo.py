@@ -16,15 +16,25 @@ from django.utils.translation import ngettext
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
+from testproject.shop import keeping
 from testproject.shop.carts import PATIENCE, WAYS, Way
 from testproject.shop.crew import Crew, Event, Unexpected
-from testproject.shop.meeting import Meeting, let_carts_meet
+from testproject.shop.meeting import let_carts_meet
 from testproject.shop.models import Order, Product
 from testproject.shop.operators import Account, make_operators
-from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
+from testproject.shop.sale import Sale, empty_shop, hold_sale
 from testproject.shop.selling import VARIANTS, Checkout, Variant
+from testproject.shop.tables import (
+    CART_COLUMNS,
+    CART_HEADER,
+    HEADER,
+    TITLE,
+    WIDTH,
+    cart_cells,
+    cells,
+    line,
+)
 
-LEASE = 2.0
 SLACK = 2.0
 """Seconds by which a busy machine may be late."""
 
@@ -35,20 +45,10 @@ STOCK = {"Brass lamp": 1, "Teapot": 5, "Oak chair": 3, "Reserved globe": 2}
 """What the site sells; the last is kept locked."""
 
 PREFIX = "shop:"
-WIDTH = 79
-COLUMNS = [5, 5, 9, 8, 8, 7, 8]
-HEADER = [
-    ["sold", "left", "oversold", "refused", "retries", "orders", "median"],
-    ["", "", "", "", "", "per s", "wait"],
-]
-TITLE = WIDTH - sum(COLUMNS)
 BAR = 20
 
 CARTS = 2
 """Carts that each process reserves."""
-
-CART_COLUMNS = [10, 11, 9, 14]
-CART_HEADER = ["reserved", "timed out", "took", "slowest cart"]
 
 
 class Command(BaseCommand):
@@ -117,6 +117,8 @@ class Command(BaseCommand):
                 self.serve(serve)
         except KeyboardInterrupt:
             raise CommandError("Interrupted.", returncode=130) from None
+        except keeping.errors() as error:
+            raise CommandError(f"{keeping.name()} can't be used: {error}") from error
         except LockTimeout as error:
             raise CommandError(f"Another demo is at work. {error}") from error
 
@@ -158,16 +160,16 @@ class Command(BaseCommand):
     def show_sales(self, sale: Sale, crew: Crew) -> None:
         pieces = ngettext("%d piece", "%d pieces", sale.stock) % sale.stock
         database = ".".join(map(str, connection.get_database_version()))
-        locks = ", with locks in Redis" if settings.LOCKS_URLS else ""
         self.heading("A flash sale")
         self.say(
             f"{sale.buyers} buyers want {pieces}, in {len(crew.tills)} processes with "
             f"{sale.threads} threads each,\n"
-            f"on {connection.display_name} {database}{locks}.\n"
+            f"on {connection.display_name} {database}{keeping.place()}.\n"
             f"Each looks at the stock, thinks for about {sale.thinking * 1000:.0f} ms, "
             f"and buys.\n"
             f"(Without the pause they oversell too, only less surely.)"
         )
+        self.explain(keeping.without_guard())
         self.say()
         for row in HEADER:
             self.say(self.style.MIGRATE_LABEL(line("", row)))
@@ -235,43 +237,46 @@ class Command(BaseCommand):
     # What becomes of a lock whose holder is killed, or paused
 
     def show_killed_holder(self, crew: Crew) -> None:
-        key = f"{PREFIX}stocktaking"
+        key, lease = f"{PREFIX}stocktaking", keeping.lease()
         holder, waiter = crew.tills[:2]
         self.heading("A holder is killed")
-        holder.tell("hold", key=key, lease=LEASE)
+        holder.tell("hold", key=key, lease=lease)
         held = crew.expect(holder, "held")
         self.zero = held.at
-        self.tell(held, f"holds {key!r}, lease {LEASE:g} s")
-        waiter.tell("hold", key=key, lease=LEASE)
-        crew.expect_silence(during=1.25 * LEASE)
+        self.tell(held, f"holds {key!r}, lease {lease:g} s")
+        waiter.tell("hold", key=key, lease=lease)
+        crew.expect_silence(during=1.25 * lease)
         self.tell(None, f"{holder} renews, {waiter} still waits")
         crew.dismiss(holder)
         killed_at = time.monotonic()
-        left = seconds_left(key)
-        self.tell(None, f"{holder} is killed by SIGKILL, {left:.2f} s are left")
+        least, most = keeping.left_at_death(seconds_left(key))
+        left = keeping.of_killed_holder(least)
+        self.tell(None, f"{holder} is killed by SIGKILL, {left}")
         taken = crew.expect(waiter, "held")
         waited = taken.at - killed_at
         self.tell(taken, f"takes the lock over, {waited:.2f} s after the kill")
         waiter.tell("release")
         crew.expect(waiter, "done")
-        if not left - 0.1 < waited < left + SLACK:
+        if not least - 0.1 < waited < most + SLACK:
             self.problems.append(
-                f"A lease with {left:.2f} s left was taken over after {waited:.2f} s."
+                f"A lock with {least:.2f} to {most:.2f} s left was taken over after "
+                f"{waited:.2f} s."
             )
         self.compare_tokens(held, taken)
 
     def show_paused_holder(self, crew: Crew) -> None:
         product = Product.objects.create(name="Paused", stock=10)
+        lease = keeping.lease()
         key = Checkout(product.pk, "").key
         paused, other = crew.hire(), crew.tills[0]
         self.heading("A holder is paused")
-        paused.tell("serve", product_id=product.pk, customer="Ada", lease=LEASE)
+        paused.tell("serve", product_id=product.pk, customer="Ada", lease=lease)
         first = crew.expect(paused, "thinking")
         paused.pause()
         self.zero = first.at
         self.tell(first, f"holds {key!r}, sees {first.data['stock']} in stock")
         self.tell(None, f"{paused} is paused by SIGSTOP, and renews no more")
-        other.tell("serve", product_id=product.pk, customer="Bob", lease=LEASE)
+        other.tell("serve", product_id=product.pk, customer="Bob", lease=lease)
         second = crew.expect(other, "thinking")
         self.tell(second, f"takes the lock over, sees {second.data['stock']}")
         other.tell("buy")
@@ -295,10 +300,13 @@ class Command(BaseCommand):
                 f"A holder that had lost its lock has written: {product.stock} in "
                 f"stock, sold to {names}."
             )
+        self.explain(keeping.of_late_pause())
         self.compare_tokens(first, second)
 
     def compare_tokens(self, earlier: Event, later: Event) -> None:
-        if not earlier.data["token"] < later.data["token"]:
+        if None in {earlier.data["token"], later.data["token"]}:
+            self.explain(keeping.without_tokens())
+        elif not earlier.data["token"] < later.data["token"]:
             self.problems.append(
                 f"The fencing token {later.data['token']} came after "
                 f"{earlier.data['token']}."
@@ -359,6 +367,11 @@ class Command(BaseCommand):
             self.stdout.write(text)
             self.stdout.flush()
 
+    def explain(self, text: str) -> None:
+        """Print a paragraph, if there is one."""
+        if text:
+            self.say(textwrap.fill(text, WIDTH))
+
     def heading(self, text: str) -> None:
         self.say()
         self.say(self.style.MIGRATE_HEADING(text))
@@ -369,37 +382,9 @@ class Command(BaseCommand):
         if event is not None:
             at = event.at
             text = f"{event.till} {text}"
-            if "token" in event.data:
+            if event.data.get("token") is not None:
                 text += f", fencing token {event.data['token']}"
         self.say(f"{at - self.zero:8.2f} s  {text}")
-
-
-def line(title: str, cells: list[str], columns: list[int] = COLUMNS) -> str:
-    """Return a line of a table."""
-    return f"{title:<{WIDTH - sum(columns)}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, columns, strict=True)
-    )
-
-
-def cells(result: Result) -> list[str]:
-    return [
-        str(result.sold),
-        str(result.left),
-        str(result.oversold),
-        str(result.refused),
-        str(result.retries),
-        f"{result.orders_per_second:.0f}",
-        f"{result.median_wait * 1000:.0f} ms",
-    ]
-
-
-def cart_cells(meeting: Meeting) -> list[str]:
-    return [
-        str(meeting.reserved),
-        str(meeting.timed_out),
-        f"{meeting.duration:.1f} s",
-        f"{meeting.slowest * 1000:.0f} ms",
-    ]
 
 
 def seconds_left(key: str) -> float:

@@ -13,6 +13,7 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import connection, connections
 
 from dblocks import LeaseLost, LockTimeout, current_lease, distributed_lock
+from dblocks.conf import backends
 from testproject.shop import telemetry
 from testproject.shop.carts import WAYS, Cart
 from testproject.shop.models import Product
@@ -33,8 +34,9 @@ class Command(BaseCommand):
     def handle(self, *, database_name: str | None, **options: Any) -> None:
         if database_name is not None:
             connections.settings["default"]["NAME"] = database_name
-        # A lost lease is part of the show.
-        logging.getLogger("dblocks").addHandler(logging.NullHandler())
+        # A lost lease is part of the show, and so is a lost session of ZooKeeper.
+        for name in ("dblocks", "kazoo"):
+            logging.getLogger(name).addHandler(logging.NullHandler())
         self.speaking = threading.Lock()
         jobs: dict[str, Callable[..., None]] = {
             "sell": self.sell,
@@ -144,7 +146,10 @@ class Command(BaseCommand):
             self.listen()
 
     def serve(self, product_id: int, customer: str, lease: float) -> None:
-        """Serve one customer under the guard, who thinks until the word."""
+        """Serve one customer, who thinks until the word, if the lock is still held.
+
+        By the guard, or where the engine has none by ``check()``.
+        """
         till = self
 
         class Attended(Checkout):
@@ -154,7 +159,8 @@ class Command(BaseCommand):
                 till.listen()
 
         try:
-            VARIANTS["guard"].buy(Attended(product_id, customer, lease=lease))
+            variant = "guard" if backends["default"].has_guard else "check"
+            VARIANTS[variant].buy(Attended(product_id, customer, lease=lease))
         except LeaseLost as error:
             self.say("lost", error=str(error))
         else:

@@ -108,7 +108,13 @@ def test_killed_between_two_grants(crew: Crew, key: str, figures: Figures) -> No
             victim.kill()
             assert victim.saw("grant") is None
             end = stored(first).expires_at
-            assert not distributed_lock(third).locked()
+            # It had come to the second. MySQL grants what is free of a set for an
+            # instant, to the others too, before it refuses the rest.
+            eventually(
+                lambda: not distributed_lock(third).locked(),
+                within=lease / 2,
+                what="the third of its keys is free",
+            )
         crew.finish(others)
         moments = [t["at"] for other in others for t in other.told]
         assert moments

@@ -1,0 +1,233 @@
+"""A Redis Cluster: which node has a lock's keys, and what happens when they move.
+
+The first connection tells whether the server belongs to a cluster. In one, each command
+goes to the node that has the lock's slot; a server alone gets the same commands.
+
+While a slot moves, a command about one key goes where the key is. One about several
+keys, of which some may not be there, is refused (``TRYAGAIN``) until the move is over.
+So no lock is ever in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import (
+    AskError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    MovedError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from ... import clock
+from .client import PATIENCE, UNREACHABLE, Argument, Client, Part, packed
+from .scripts import Script
+
+SLOTS = ("CLUSTER", "SLOTS")
+
+REDIRECTS = 5
+"""Redirects that one attempt follows: while a slot moves, two nodes may each name the
+other."""
+
+
+class Address(NamedTuple):
+    """Where a node listens."""
+
+    host: str
+    port: int
+
+
+class ClusterClient(Client):
+    """Sends commands to one server, or to the cluster that it belongs to."""
+
+    def __init__(
+        self,
+        alias: str,
+        location: str,
+        options: Mapping[str, Any],
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(alias, location, options, patience)
+        self._location, self._options = urlsplit(location), options
+        #: Who has each slot; empty unless this is a cluster.
+        self._owners: list[Address | None] = []
+        #: It is known whether this is a cluster.
+        self._met = False
+        self._nodes: dict[Address, Client] = {}
+
+    # What differs from one server
+
+    def at(self, name: str) -> Client:
+        if not self._owners:
+            return self
+        owner = self._owners[_slot(name)]
+        return self if owner is None else self._node(owner)
+
+    def masters(self) -> list[Client]:
+        if not self._met:
+            # Which tells, and which the scripts must be allowed as well.
+            self.send("TIME")
+        if not self._owners:
+            return [self]
+        self._refresh()
+        return self._known()
+
+    def run_all(
+        self,
+        script: Script,
+        head: Sequence[Argument],
+        parts: Sequence[Part],
+        *,
+        patience: float = 0.0,
+        alone: bool = False,
+    ) -> Sequence[Any]:
+        if not self._owners:
+            try:
+                return super().run_all(script, head, parts, patience=patience)
+            except ClusterCrossSlotError:
+                # It was the first command: by now it is known that this is a cluster.
+                pass
+        groups: dict[int, list[int]] = {}
+        for index, (names, _) in enumerate(parts):
+            groups.setdefault(index if alone else _slot(names[0]), []).append(index)
+        answers: list[Any] = [None] * len(parts)
+        error = None
+        failed: set[Client] = set()
+        give_up = clock.monotonic() + patience
+        for indexes in groups.values():
+            node = self.at(parts[indexes[0]][0][0])
+            if node in failed:
+                continue
+            left = max(0.0, give_up - clock.monotonic())
+            group = [parts[index] for index in indexes]
+            try:
+                found = super().run_all(script, head, group, patience=left)
+            except RedisError as each:
+                # The other nodes' locks must not suffer from it.
+                error = error or each
+                if isinstance(each, UNREACHABLE):
+                    failed.add(node)
+            else:
+                for index, answer in zip(indexes, found or (), strict=False):
+                    answers[index] = answer
+        if error is not None and not (alone and any(a is not None for a in answers)):
+            raise error
+        return answers
+
+    def _run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Argument],
+        asking: bool = False,
+    ) -> Any:
+        node: Client = self
+        if self._owners:
+            if len(set(map(_slot, keys))) > 1:
+                raise ClusterCrossSlotError(ClusterCrossSlotError.message)
+            node = self.at(keys[0])
+        for _ in range(REDIRECTS):
+            try:
+                return Client._run(node, script, keys, arguments, asking)
+            except AskError as error:
+                node, asking = self._follow(node, error)
+            except (*UNREACHABLE, ClusterDownError):
+                if self._owners:
+                    # Perhaps another has its slots by now; the next attempt will tell.
+                    self._refresh(without=node)
+                raise
+            except ResponseError as error:
+                if "non local key" in str(error):
+                    # A script came upon a key that has moved already.
+                    raise TryAgainError(str(error)) from error
+                raise
+        raise TryAgainError(f"more than {REDIRECTS} redirects for {keys[0]!r}")
+
+    # The map
+
+    def _meet(self, connection: Any) -> None:
+        if self._met:
+            return
+        # Known without asking, unless redis-py is told or used to speak RESP2.
+        mode = (connection.handshake_metadata or {}).get(b"mode")
+        if mode in (None, b"cluster"):
+            connection.send_packed_command([packed(SLOTS)])
+            try:
+                self._note(connection.read_response(), self)
+            except ResponseError as error:
+                if mode is not None or isinstance(error, ClusterDownError):
+                    raise
+        self._met = True
+
+    def _follow(self, node: Client, error: AskError) -> tuple[Client, bool]:
+        """Return the node that a redirect leads to, and whether it must be told so."""
+        owner = _address(error.host, error.port, node)
+        has_moved = isinstance(error, MovedError)
+        if has_moved:
+            # The one that redirects is in reach, and knows.
+            with suppress(RedisError):
+                self._learn(node)
+        return self._node(owner), not has_moved
+
+    def _refresh(self, without: Client | None = None) -> None:
+        """Learn the map from the first known node that answers."""
+        for node in [*self._known(), self]:
+            if node is not without:
+                with suppress(RedisError):
+                    self._learn(node)
+                    return
+
+    def _learn(self, node: Client) -> None:
+        self._note(node.send(*SLOTS), node)
+
+    def _note(self, slots: Sequence[Any], node: Client) -> None:
+        owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        for first, last, (host, port, *_), *_ in slots:
+            owner = _address("" if host is None else host.decode(), port, node)
+            owners[first : last + 1] = [owner] * (last + 1 - first)
+        if not any(owners):
+            raise ClusterDownError(f"{node.name} knows of no slots")
+        self._owners = owners
+        named = set(owners)
+        for address, client in list(self._nodes.items()):
+            if address not in named:
+                self._nodes.pop(address, None)
+                client.close()
+
+    def _known(self) -> list[Client]:
+        return [self._node(each) for each in dict.fromkeys(self._owners) if each]
+
+    def _node(self, address: Address) -> Client:
+        node = self._nodes.get(address)
+        if node is None:
+            node = Client(self.alias, self._url(address), self._options)
+            node = self._nodes.setdefault(address, node)
+        return node
+
+    def _url(self, address: Address) -> str:
+        """Return the URL of another node: all else is as in ``LOCATION``."""
+        url = self._location
+        user, at, _ = url.netloc.rpartition("@")
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        url = url._replace(netloc=f"{user}{at}{host}:{address.port}")
+        if url.scheme == "unix":
+            url = url._replace(scheme="redis", path="")
+        return url.geturl()
+
+
+def _slot(name: str) -> int:
+    return key_slot(name.encode())
+
+
+def _address(host: str, port: int, said_by: Client) -> Address:
+    """Return where a node is; one that names no host means the one it was asked at."""
+    if host in ("", "?"):
+        host = urlsplit(said_by.name).hostname or "localhost"
+    return Address(host, port)
