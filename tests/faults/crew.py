@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from django.db import connections
@@ -31,6 +31,17 @@ Told = dict[str, Any]
 ERRORS = frozenset({"database", "unreleased", "lapsed"})
 
 
+class Pause(NamedTuple):
+    """A time for which a process was stopped, by ``time.monotonic()``."""
+
+    #: When it was told to stop, and when it stood.
+    told: float
+    stood: float
+    resumed: float
+    #: How long it had been without a processor when it was told to go on.
+    starved: float = 0.0
+
+
 class Member:
     """One child: what it told, and what can be done to it."""
 
@@ -41,11 +52,9 @@ class Member:
         self.told: list[Told] = []
         self.done = False
         self.ended = False
-        #: When it was stopped, and when it was told to go on.
-        self.pauses: list[tuple[float, float]] = []
-        #: How long it had been without a processor when it was told to go on.
-        self.starved: dict[float, float] = {}
-        self._stopped: float | None = None
+        self.pauses: list[Pause] = []
+        #: When it was told to stop, and when it stood.
+        self._stopped: tuple[float, float] | None = None
 
     def saw(self, event: str) -> Told | None:
         """Return the last event of this name, or ``None``."""
@@ -65,14 +74,16 @@ class Member:
 
     def stop(self) -> None:
         """Suspend it and wait until it stands."""
-        self._stopped = time.monotonic()
+        told = time.monotonic()
+        # It may be killed before it stands.
+        self._stopped = told, told
         stop(self.pid)
+        self._stopped = told, time.monotonic()
 
     def resume(self) -> None:
         if self._stopped is not None:
-            resumed = time.monotonic()
-            self.starved[resumed] = starved(self.pid)
-            self.pauses.append((self._stopped, resumed))
+            pause = Pause(*self._stopped, time.monotonic(), starved(self.pid))
+            self.pauses.append(pause)
             self._stopped = None
         if not self.ended:
             resume(self.pid)
@@ -80,7 +91,7 @@ class Member:
     def was_stopped(self, since: float, until: float) -> bool:
         """Tell whether it was stopped for a part of that time."""
         return any(
-            stopped <= until and since <= resumed for stopped, resumed in self.pauses
+            pause.told <= until and since <= pause.resumed for pause in self.pauses
         )
 
     def deadline(self, loss: Told) -> float | None:
@@ -90,14 +101,14 @@ class Member:
         and later if it then is without a processor.
         """
         deadline: float | None = loss["deadline"]
-        for stopped, resumed in self.pauses:
-            if not loss["before"] <= stopped <= resumed <= loss["after"]:
+        for told, stood, resumed, before in self.pauses:
+            if not loss["before"] <= told <= resumed <= loss["after"]:
                 continue
-            over = resumed - stopped >= loss["lease"]
-            if over if deadline is None else stopped - LATE <= deadline <= resumed:
+            # Until it stood, it may have renewed the lease.
+            over = resumed - stood >= loss["lease"]
+            if over if deadline is None else told - LATE <= deadline <= resumed:
                 # Threads that have ended no longer count.
-                starved = loss["starved"] - self.starved[resumed]
-                deadline = resumed + max(0.0, starved)
+                deadline = resumed + max(0.0, loss["starved"] - before)
         return deadline
 
     def kill(self) -> float:

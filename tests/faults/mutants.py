@@ -728,12 +728,19 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     mutant.apply(copy / "dblocks")
     command = [
         *(sys.executable, "-m", "pytest", "--exitfirst", "--quiet"),
-        # In order, so that it is known to work before it has to fail.
-        *("-p", "no:randomly", "-p", "no:cacheprovider"),
+        *("-p", "pytest_django.plugin", "-p", "pytest_timeout"),
+        *("-p", "no:cacheprovider"),
         *("-o", f"timeout={TIME_LIMIT}", f"--junitxml={report}"),
         *("--rootdir", str(copy), SMOKE, *mutant.tests),
     ]
-    environment = {**os.environ, "DATABASE_URL": url(folder), "DBLOCKS_FAULTS": ""}
+    environment = {
+        **os.environ,
+        "DATABASE_URL": url(folder),
+        "DBLOCKS_FAULTS": "",
+        # Others take long to load, and one shuffles: a mutant has to be known to work
+        # before it has to fail.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     for name in ("LOCKS_DATABASE_URL", "DBLOCKS_FAULTS_FIGURES"):
         environment.pop(name, None)
     if mutant.apart:

@@ -13,10 +13,11 @@ from django.db.models import F, QuerySet
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
 from tests.faults import clocks
-from tests.faults.crew import Crew, Member
+from tests.faults.crew import Crew, Member, Pause
 from tests.faults.history import check, lost_updates
 from tests.faults.kinds import Asked, grants_in, row_of
 from tests.faults.kinds import kinds as each_kind
+from tests.faults.scale import LATE
 from tests.support import timing
 from tests.support.factories import AccountFactory, let_expire
 from tests.support.timing import DEADLINE, eventually, scaled, takes
@@ -141,7 +142,7 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
     assert loss["deadline"] < resumed
     deadline = holder.deadline(loss)
     assert deadline is not None
-    without = loss["starved"] - holder.starved[holder.pauses[0][1]]
+    without = loss["starved"] - holder.pauses[0].starved
     assert 0 <= without < loss["after"]
     assert stopped + 1.5 < deadline - without <= resumed
 
@@ -153,13 +154,15 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
         ({"deadline": 2.5}, 3.0),
         ({"deadline": None}, 3.0),
         ({"deadline": None, "lease": 1.5}, None),
+        ({"deadline": None, "lease": 0.9}, None),
         ({"deadline": None, "before": 2.5}, None),
         ({"deadline": 2.5, "after": 2.7}, 2.5),
         ({"deadline": None, "starved": 5.5}, 4.5),
         ({"deadline": None, "starved": 3.2}, 3.0),
     ],
     ids=[
-        *("later", "meanwhile", "over", "not over", "granted later", "told before"),
+        *("later", "meanwhile", "over", "not over", "stood too late"),
+        *("granted later", "told before"),
         "without a processor",
         "a thread has ended",
     ],
@@ -167,18 +170,20 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
 def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:
     """Only a pause in which a lease ran out excuses who tells of it late."""
     member = Member.__new__(Member)
-    member.pauses, member.starved = [(2.0, 3.0)], {3.0: 4.0}
+    member.pauses = [Pause(2.0, 2.2, 3.0, starved=4.0)]
     whole = {"before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0, **loss}
     assert member.deadline(whole) == deadline
 
 
-@pytest.mark.parametrize(("ran", "deadline"), [(0.5, 5.0), (1.5, 3.0)])
-def test_deadline_of_one_that_is_stopped_again(ran: float, deadline: float) -> None:
+@pytest.mark.parametrize("ran", [LATE / 2, LATE * 2], ids=["too briefly", "long"])
+def test_deadline_of_one_that_is_stopped_again(ran: float) -> None:
     """Who goes on too briefly to tell may tell when it goes on again."""
     member = Member.__new__(Member)
-    member.pauses, member.starved = [(2.0, 3.0), (3.0 + ran, 5.0)], {3.0: 4.0, 5.0: 4.0}
-    loss = {"deadline": None, "before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0}
-    assert member.deadline(loss) == deadline
+    again = Pause(3.0 + ran, 3.0 + ran, 5.0 + ran, starved=4.0)
+    member.pauses = [Pause(2.0, 2.0, 3.0, starved=4.0), again]
+    loss = {"deadline": None, "before": 1.0, "after": 99.0, "lease": 0.5}
+    deadline = member.deadline({**loss, "starved": 4.0})
+    assert deadline == (again.resumed if ran < LATE else 3.0)
 
 
 def test_planted_delay(monkeypatch: pytest.MonkeyPatch) -> None:
