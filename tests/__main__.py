@@ -293,8 +293,10 @@ def divided(
     else:
         brief = configuration.name in options.brief
         short = configuration.name in options.short
-        # Where there are few runs, shorter ones keep the processors busy.
-        length = SHARE / 2 if brief or short else SHARE
+        # Where there are few runs, and of those that come last, shorter ones keep the
+        # processors busy.
+        few = brief or short or configuration.engine is not None
+        length = SHARE / 2 if few else SHARE
         for share in shares(configuration.modules(brief=brief, short=short), length):
             yield seconds(share), [f"tests/test_{name}.py" for name in share]
 

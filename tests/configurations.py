@@ -107,6 +107,7 @@ ONCE = {
     "redlock": "redis",  # the same
     "sentinel": "redis",  # the same
     "settings": "sqlite",  # how a setting is read
+    "shop_browser": "postgres",  # buttons that test_shop_site presses everywhere
     "shop_telemetry": "sqlite",  # what is sent to a collector
     "signals": "sqlite",  # what is sent to whom
     "tutorial": "sqlite",  # the page's own project, on SQLite
@@ -125,6 +126,7 @@ LONG = {
     "recipes",
     "reentrant_code",
     "run_locked",
+    "shop_browser",
     "shop_site",
     "supervision",
     "tutorial",
@@ -141,7 +143,7 @@ SECONDS = {
     "tutorial": 40,
     "admin_browser": 38,
     "supervision": 38,
-    "shop_site": 32,
+    "shop_site": 22,
     "queues": 32,
     "lease": 30,
     "reentrant_code": 30,
@@ -159,6 +161,7 @@ SECONDS = {
     "views": 14,
     "lock": 13,
     "operators": 12,
+    "shop_browser": 12,
     "processes": 12,
     "shop": 11,
     "renewal_races": 10,

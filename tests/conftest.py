@@ -12,6 +12,7 @@ from django.conf import settings
 pytest_plugins = [
     "tests.support.fixtures",
     "tests.support.commands",
+    "tests.support.shop_site",
     "tests.support.web",
 ]
 

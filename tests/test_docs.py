@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -19,7 +18,6 @@ from mdit_py_plugins.anchors import anchors_plugin
 import dblocks
 import dblocks.test
 from dblocks.models import LockQuerySet
-from testproject.shop.sale import empty_shop
 from tests.support.pages import DOCS, PAGES, ROOT, Examples, name
 
 markdown = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=6)
@@ -30,13 +28,6 @@ SITE = "https://django-dblocks.readthedocs.io/en/latest/"
 TRANSLATIONS = sorted(DOCS.glob("*/*.md"))
 
 LINKED = [*PAGES, *TRANSLATIONS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
-
-
-@pytest.fixture
-def shop(committed: None) -> Iterator[None]:
-    """Open a shop, which examples may fill and which is emptied afterwards."""
-    yield
-    empty_shop()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -19,17 +19,9 @@ from dblocks.test import hold_elsewhere
 from testproject.shop.board import LEADER_LOCK
 from testproject.shop.leading import recommend
 from testproject.shop.models import Product, Recommendation
-from testproject.shop.sale import empty_shop
 from tests.support.commands import Commands
 from tests.support.fixtures import in_memory
 from tests.support.timing import DEADLINE, eventually, scaled
-
-
-@pytest.fixture
-def shop(committed: None) -> Iterator[None]:
-    """An empty shop, in the database as in production."""
-    yield
-    empty_shop()
 
 
 class Candidate:

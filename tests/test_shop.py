@@ -17,20 +17,13 @@ from testproject.shop.carts import WAYS, Cart, NotInStock, reserve
 from testproject.shop.crew import Crew, Unexpected
 from testproject.shop.meeting import let_carts_meet
 from testproject.shop.models import Order, Product
-from testproject.shop.sale import Result, Sale, empty_shop, hold_sale
+from testproject.shop.sale import Result, Sale, hold_sale
 from testproject.shop.selling import VARIANTS, Checkout, SoldOut, Variant
 from tests.support.fixtures import in_memory
 from tests.support.timing import DEADLINE
 
 SALE = Sale(stock=5, buyers=24, threads=2)
 PROCESSES = 3
-
-
-@pytest.fixture
-def shop(committed: None) -> Iterator[None]:
-    """An empty shop, in the database as in production."""
-    yield
-    empty_shop()
 
 
 @pytest.fixture(scope="module")

@@ -1,149 +1,29 @@
-"""The shop as a site: real requests in parallel, under gunicorn, and two browsers."""
+"""The shop as a site: real requests in parallel, under gunicorn."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
 from html import unescape
 from http.cookies import SimpleCookie
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from django.conf import settings as project
 from django.contrib.auth.models import User
-from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
-from testproject.shop.board import EXPORT_LOCK, EXPORTS, LEADER_LOCK
 from testproject.shop.models import Order, OrderItem, Product
 from testproject.shop.operators import PERMISSIONS, make_operators
-from testproject.shop.sale import empty_shop
 from testproject.shop.selling import stock_lock
-from tests.support.browser import NARROW, Browser, Window, launch
 from tests.support.factories import LockFactory, now
-from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT
-from tests.support.timing import DEADLINE, eventually, scaled, takes
-
-THREADS = 4
-THINKING = 0.15
-"""Seconds, more or less, that a checkout takes; a payment takes exactly that."""
-
-
-@dataclass
-class Answer:
-    """What came back over HTTP, and from which process."""
-
-    status: int
-    headers: http.client.HTTPMessage
-    body: str
-
-    @property
-    def process(self) -> str:
-        return str(self.headers["X-Process"])
-
-    @property
-    def page(self) -> str:
-        """The name of the page, as its ``main`` element has it."""
-        found = re.search(r'data-page="([\w-]+)"', self.body)
-        assert found is not None, self.body
-        return found[1]
-
-
-class Server:
-    """gunicorn with the shop's site, in processes of its own."""
-
-    def __init__(self, workers: int, log: Path) -> None:
-        self.workers, self.log = workers, log
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
-        }
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-            self.port: int = listening.getsockname()[1]
-            with log.open("wb") as output:
-                self._child = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "gunicorn", "tests.support.wsgi"),
-                        *("--bind", f"fd://{listening.fileno()}"),
-                        *("--workers", str(workers), "--preload"),
-                        *("--worker-class", "gthread", "--threads", str(THREADS)),
-                        # One worker can't take all requests and let them wait.
-                        *("--worker-connections", str(THREADS + 1)),
-                        *("--graceful-timeout", "1", "--no-control-socket"),
-                    ],
-                    cwd=ROOT,
-                    env={
-                        **os.environ,
-                        "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
-                        "DJANGO_SETTINGS_MODULE": "tests.settings",
-                        "SHOP_THINKING": str(THINKING),
-                    },
-                    pass_fds=[listening.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.port, timeout=DEADLINE
-        )
-        try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return Answer(answer.status, answer.headers, answer.read().decode())
-        finally:
-            connection.close()
-
-    def wait(self) -> None:
-        """Wait until every worker has answered once."""
-        seen: set[str] = set()
-
-        def all_answer() -> bool:
-            with ThreadPoolExecutor(2 * self.workers) as threads:
-                paths = [reverse("shop:catalogue")] * (2 * self.workers)
-                answers = list(threads.map(lambda path: self.ask("GET", path), paths))
-            assert {answer.status for answer in answers} == {200}
-            seen.update(answer.process for answer in answers)
-            return len(seen) == self.workers
-
-        eventually(all_answer, what=f"{self.workers} workers")
-
-    def terminate(self) -> None:
-        self._child.send_signal(signal.SIGTERM)
-
-    def stop(self) -> None:
-        """See it end; whatever it had to complain about is a failure."""
-        self.terminate()
-        try:
-            self._child.wait(DEADLINE)
-        finally:
-            if self._child.poll() is None:
-                os.killpg(self._child.pid, signal.SIGKILL)
-                self._child.wait()
-        log = self.log.read_text()
-        assert "Traceback" not in log, log
+from tests.support.shop_site import THINKING, Answer, Server, export_elsewhere
+from tests.support.timing import DEADLINE, takes
 
 
 class Buyer:
@@ -195,42 +75,6 @@ def at_once(*actions: Callable[[], Answer]) -> list[Answer]:
         return list(threads.map(do, actions))
 
 
-@pytest.fixture(scope="module")
-def servers(
-    django_db_setup: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[int], Server]]:
-    """Start the site with so many workers, once."""
-    if in_memory():
-        pytest.skip("a database in memory belongs to one process")
-    folder = tmp_path_factory.mktemp("gunicorn")
-    started: dict[int, Server] = {}
-
-    def serve(workers: int) -> Server:
-        if workers not in started:
-            started[workers] = Server(workers, folder / f"{workers}.log")
-            started[workers].wait()
-        return started[workers]
-
-    yield serve
-    with ExitStack() as ends:
-        for server in started.values():
-            server.terminate()
-            ends.callback(server.stop)
-
-
-@pytest.fixture
-def shop(committed: None) -> Iterator[None]:
-    """An empty shop, in the database as in production."""
-    yield
-    empty_shop()
-
-
-@pytest.fixture
-def server(shop: None, servers: Callable[[int], Server]) -> Server:
-    """The site, with two workers of several threads."""
-    return servers(2)
-
-
 def rush(server: Server, product: Product, buyers: int, way: str = "") -> list[Answer]:
     """Let many buyers read a product's page, and press its button at once."""
     page = reverse("shop:product", args=[product.pk])
@@ -245,10 +89,10 @@ def statuses(answers: list[Answer]) -> list[int]:
     return sorted(answer.status for answer in answers)
 
 
-def test_never_oversold(server: Server) -> None:
+def test_never_oversold(shop_server: Server) -> None:
     """Ten buyers at once, in several processes: three get one each, seven none."""
     product = Product.objects.create(name="Lamp", stock=3)
-    answers = rush(server, product, 10)
+    answers = rush(shop_server, product, 10)
     bought = [answer for answer in answers if answer.page == "order"]
     product.refresh_from_db()
     assert (len(bought), product.sold(), product.stock) == (3, 3, 0)
@@ -263,20 +107,20 @@ def test_never_oversold(server: Server) -> None:
     [pytest.param(1, False, id="one"), pytest.param(2, True, id="two")],
 )
 def test_lock_of_one_process(
-    workers: int, oversells: bool, shop: None, servers: Callable[[int], Server]
+    workers: int, oversells: bool, shop: None, shop_servers: Callable[[int], Server]
 ) -> None:
     """A ``threading.Lock`` is right on one worker, and oversells on two."""
     product = Product.objects.create(name="Lamp", stock=2)
-    answers = rush(servers(workers), product, 8, way="process-lock/")
+    answers = rush(shop_servers(workers), product, 8, way="process-lock/")
     assert len({answer.process for answer in answers}) == workers
     assert (product.sold() > 2) is oversells
 
 
-def test_second_buyer_waits_too_long(server: Server) -> None:
+def test_second_buyer_waits_too_long(shop_server: Server) -> None:
     """Who comes second is told what happened, when to come again, and can do so."""
     product = Product.objects.create(name="Lamp", stock=1)
     page = reverse("shop:product", args=[product.pk])
-    buyer = Buyer(server, "Bob <b>")
+    buyer = Buyer(shop_server, "Bob <b>")
     buyer.read(page)
     with hold_elsewhere(f"shop:stock:{product.pk}"):
         answer = buyer.press(f"{page}buy/")
@@ -293,11 +137,11 @@ def test_second_buyer_waits_too_long(server: Server) -> None:
     assert Order.objects.get().customer == "Bob <b>"
 
 
-def test_double_payment(server: Server) -> None:
+def test_double_payment(shop_server: Server) -> None:
     """Of two clicks at once one pays; the lock refuses the other, then the order."""
     order = Order.objects.create(customer="Ada")
     page = reverse("shop:order", args=[order.pk])
-    buyer = Buyer(server)
+    buyer = Buyer(shop_server)
     buyer.read(page)
 
     def click() -> Answer:
@@ -318,11 +162,11 @@ def test_double_payment(server: Server) -> None:
     assert 'id="pay"' not in buyer.read(page).body
 
 
-def test_carts_in_opposite_orders(server: Server) -> None:
+def test_carts_in_opposite_orders(shop_server: Server) -> None:
     """Eight carts with the same articles: those that find all are reserved whole."""
     lamp = Product.objects.create(name="Lamp", stock=3)
     shade = Product.objects.create(name="Shade", stock=9)
-    crowd = [Buyer(server, f"Buyer {number}") for number in range(8)]
+    crowd = [Buyer(shop_server, f"Buyer {number}") for number in range(8)]
     for buyer in crowd:
         buyer.read(reverse("shop:cart"))
     button = reverse("shop:reserve")
@@ -341,11 +185,11 @@ def test_carts_in_opposite_orders(server: Server) -> None:
     assert not DistributedLock.objects.held().exists()
 
 
-def test_cart_waits_too_long(server: Server) -> None:
+def test_cart_waits_too_long(shop_server: Server) -> None:
     """The page that says so tries again with the whole cart."""
     lamp = Product.objects.create(name="Lamp", stock=1)
     shade = Product.objects.create(name="Shade", stock=1)
-    buyer = Buyer(server)
+    buyer = Buyer(shop_server)
     buyer.read(reverse("shop:cart"))
     with hold_elsewhere(stock_lock(shade.pk)):
         answer = buyer.press(
@@ -361,9 +205,9 @@ def test_cart_waits_too_long(server: Server) -> None:
     assert Order.objects.get().customer == "Bob <b>"
 
 
-def test_two_exports_at_a_time(server: Server) -> None:
+def test_two_exports_at_a_time(shop_server: Server) -> None:
     """Six exports in several processes all come, and take as long as three rounds."""
-    crowd = [Buyer(server) for _ in range(6)]
+    crowd = [Buyer(shop_server) for _ in range(6)]
     for buyer in crowd:
         buyer.read(reverse("shop:exports"))
     button = reverse("shop:export")
@@ -371,124 +215,6 @@ def test_two_exports_at_a_time(server: Server) -> None:
         answers = at_once(*[lambda buyer=buyer: buyer.press(button) for buyer in crowd])
     assert statuses(answers) == [200] * 6
     assert len({answer.process for answer in answers}) == 2
-
-
-# In a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with launch() as browser:
-        yield browser
-
-
-@pytest.fixture
-def windows(server: Server, request: pytest.FixtureRequest) -> Iterator[list[Window]]:
-    """Two windows, each with cookies of its own; nothing may be complained about."""
-    if project.ISOLATION == "repeatable read":
-        pytest.skip("browsers press the same buttons at every isolation level")
-    browser: Browser = request.getfixturevalue("browser")
-    windows = [browser.window(server.url), browser.window(server.url)]
-    yield windows
-    complaints = [text for window in windows for text in window.complaints]
-    for window in windows:
-        window.close()
-    assert not complaints
-
-
-def press_at_once(windows: list[Window], button: str, path: str) -> dict[str, str]:
-    """Press a button in all windows; return the pages that this leads to."""
-    for window in windows:
-        window.click(button, no_wait_after=True)
-    for window in windows:
-        window.wait_for_url(lambda url: not url.endswith(path))
-    return {
-        window.get_attribute("main", "data-page"): window.inner_text("main")
-        for window in windows
-    }
-
-
-def test_two_buyers_in_a_browser(windows: list[Window]) -> None:
-    """One gets the last piece, the other a page that says what happened."""
-    lamp = Product.objects.create(name="Lamp", stock=1)
-    path = reverse("shop:product", args=[lamp.pk])
-    for window, name in zip(windows, ["Ada", "Bob"], strict=True):
-        window.open(path)
-        window.fill("#id_customer", name)
-    pages = press_at_once(windows, "text=Buy one", path)
-    order = Order.objects.get()
-    loser = {"Ada": "Bob", "Bob": "Ada"}[order.customer]
-    assert set(pages) == {"order", "sold-out"}
-    assert f"It’s yours, {order.customer}." in pages["order"]
-    assert f"Sorry, {loser}: somebody else was" in pages["sold-out"]
-    assert "nothing is to be paid" in pages["sold-out"]
-
-
-def test_double_payment_in_a_browser(windows: list[Window]) -> None:
-    """Pressed in two windows, the button pays once."""
-    order = Order.objects.create(customer="Ada")
-    path = reverse("shop:order", args=[order.pk])
-    for window in windows:
-        window.open(path)
-    for window in windows:
-        window.click("#pay button", no_wait_after=True)
-    done = "main[data-page=duplicate], main[data-page=order] .paid"
-    for window in windows:
-        window.wait_for_selector(done)
-    texts = sorted(window.inner_text("h1") for window in windows)
-    assert texts == ["Duplicate operation", f"Order {order.pk}"]
-
-
-def test_cart_in_a_browser(windows: list[Window]) -> None:
-    """Two carts want the last lamp: one gets all of its articles, the other none."""
-    for name, stock in [("Lamp", 1), ("Shade", 2)]:
-        Product.objects.create(name=name, stock=stock)
-    path = reverse("shop:cart")
-    for window, name in zip(windows, ["Ada", "Bob"], strict=True):
-        window.open(path)
-        window.fill("#id_customer", name)
-        window.check("text=Lamp")
-        window.check("text=Shade")
-    pages = press_at_once(windows, "text=Reserve all", path)
-    assert set(pages) == {"order", "not-in-stock"}
-    assert "1 × Lamp" in pages["order"]
-    assert "1 × Shade" in pages["order"]
-    assert "Sold out by now: Lamp." in pages["not-in-stock"]
-    assert sorted(Product.objects.values_list("stock", flat=True)) == [0, 1]
-
-
-def test_exports_in_a_browser(windows: list[Window]) -> None:
-    """While two exports are at work elsewhere, the page shows them; a third waits."""
-    path = reverse("shop:exports")
-    window = windows[0]
-    window.open(path)
-    assert window.inner_text("main .cards").count("free") == 2
-    with export_elsewhere(), export_elsewhere():
-        window.open(path)
-        assert window.inner_text("main .cards").count("held") == 2
-        window.click("#export button", no_wait_after=True)
-        window.wait_for_selector("main[data-page=too-many-exports]")
-
-
-def test_leader_in_a_browser(windows: list[Window]) -> None:
-    """The button asks the leader, and the page says so until another one leads."""
-    window = windows[0]
-    window.open(reverse("shop:leader"))
-    assert "nobody" in window.inner_text("main")
-    with hold_elsewhere(LEADER_LOCK, lease=scaled(1.5), note="till 1") as lease:
-        window.open(reverse("shop:leader"))
-        assert "till 1" in window.inner_text("main")
-        window.set_viewport_size(NARROW)
-        width = window.evaluate("document.documentElement.scrollWidth")
-        assert width == NARROW["width"]
-        window.follow("text=Ask the leader")
-        assert "asked to hand over" in window.inner_text("main")
-        assert not window.is_visible("#hand-over")
-        eventually(lambda: lease.release_requested, what="the request")
-    with hold_elsewhere(LEADER_LOCK, note="till 2"):
-        # The page is loaded again by itself.
-        window.wait_for_selector("text=till 2")
-        window.wait_for_selector("#hand-over")
 
 
 # Page by page
@@ -638,10 +364,6 @@ def test_cart_page(client: Client, lamp: Product) -> None:
 def test_empty_cart_page(client: Client) -> None:
     """Where nothing is for sale, nothing can be ticked."""
     assert b"nothing to buy" in client.get(reverse("shop:cart")).content
-
-
-def export_elsewhere() -> hold_elsewhere:
-    return hold_elsewhere(EXPORT_LOCK, permits=EXPORTS)
 
 
 def test_export(client: Client, lamp: Product) -> None:

@@ -220,10 +220,14 @@ def sweep(key: str, backend: str, subject: str, action: str) -> None:
 
 
 class Alarms:
-    """A signal that comes often, at any moment, for the time of the block."""
+    """A signal that comes often, at any moment, so many times or until the block ends.
 
-    def __init__(self, handle: Action) -> None:
+    A slow machine may come to little else between two of them.
+    """
+
+    def __init__(self, handle: Action, most: int) -> None:
         self.count = 0
+        self._most = most
         self._handle = handle
         self._chance = random.Random(20240229)
         self._going_on = True
@@ -241,7 +245,7 @@ class Alarms:
         self.count += 1
         self._handle()
         # Not before: a handler is not interrupted by itself here.
-        if self._going_on:
+        if self._going_on and self.count < self._most:
             seconds = self._chance.uniform(0.0002, 0.003)
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -260,7 +264,7 @@ def alarms(key: str, backend: str, rounds: int) -> None:
 
     taken = cast.lock("taken", owner="somebody").acquire(timeout=0)
     round_ = itertools.count()
-    with Alarms(handle) as alarms:
+    with Alarms(handle, most=rounds) as alarms:
         while next(round_) < rounds or alarms.count < rounds / 10:
             faulthandler.dump_traceback_later(ROUND, exit=True)
             try:
@@ -299,7 +303,7 @@ def alarms_at_taken_key(key: str, backend: str, rounds: int) -> None:
 
     taken = cast.lock("taken", owner="somebody").acquire(timeout=0)
     round_ = itertools.count()
-    with Alarms(handle) as alarms:
+    with Alarms(handle, most=rounds) as alarms:
         while next(round_) < rounds or alarms.count < rounds / 10:
             faulthandler.dump_traceback_later(ROUND, exit=True)
             with suppress(Error):
