@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from mdit_py_plugins.anchors import anchors_plugin
 
 import dblocks
@@ -37,12 +39,17 @@ def test_examples_run(page: Path, shop: None) -> None:
         examples.run()
 
 
+@cache
+def tokens(page: Path) -> list[Token]:
+    """Return what a page consists of."""
+    return markdown.parse(page.read_text(encoding="utf-8"))
+
+
 def links(page: Path) -> list[str]:
     """Return where a page's links and pictures lead."""
-    tokens = markdown.parse(page.read_text(encoding="utf-8"))
     return [
         str(inline.attrs.get("href") or inline.attrs["src"])
-        for token in tokens
+        for token in tokens(page)
         for inline in token.children or []
         if inline.type in {"link_open", "image"}
     ]
@@ -55,8 +62,7 @@ def is_relative(link: str) -> bool:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
-    tokens = markdown.parse(page.read_text(encoding="utf-8"))
-    return {str(token.attrs["id"]) for token in tokens if "id" in token.attrs}
+    return {str(token.attrs["id"]) for token in tokens(page) if "id" in token.attrs}
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name)
@@ -107,8 +113,7 @@ def test_pages_are_in_the_table_of_contents() -> None:
 
 def fences(page: Path) -> list[tuple[str, str]]:
     """Return a page's visible blocks of code, each with its language."""
-    tokens = markdown.parse(page.read_text(encoding="utf-8"))
-    return [(token.info, token.content) for token in tokens if token.type == "fence"]
+    return [(t.info, t.content) for t in tokens(page) if t.type == "fence"]
 
 
 @pytest.mark.parametrize("page", TRANSLATIONS, ids=name)
