@@ -98,7 +98,8 @@ class Member:
         """Return the moment by which it had to tell of a loss, if that is known.
 
         Who was stopped at that moment, or when about to tell, can tell when it goes on,
-        and later if it then is without a processor.
+        and later if it then is without a processor. Who was giving it back learns of it
+        from the answer, however late that comes.
         """
         deadline: float | None = loss["deadline"]
         for told, stood, resumed, before in self.pauses:
@@ -109,6 +110,9 @@ class Member:
             if over if deadline is None else told - LATE <= deadline <= resumed:
                 # Threads that have ended no longer count.
                 deadline = resumed + max(0.0, loss["starved"] - before)
+        given_back = loss["given_back"]
+        if deadline is not None and given_back is not None and given_back <= deadline:
+            return None
         return deadline
 
     def kill(self) -> float:

@@ -136,6 +136,8 @@ def tell_grant(
 
 #: By lease, the moment at which it is over for all that was last seen of it.
 OVER: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+#: By lease, the moment at which its release began.
+GIVEN_BACK: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 
 def tell_loss(taken: Any, length: float, watched: bool, deaf: float) -> None:
@@ -157,6 +159,7 @@ def tell_loss(taken: Any, length: float, watched: bool, deaf: float) -> None:
             after=time.monotonic(),
             starved=starved(),
             deadline=OVER.get(lost) if over else None,
+            given_back=GIVEN_BACK.get(lost),
             lease=length,
         )
 
@@ -166,6 +169,8 @@ def tell_loss(taken: Any, length: float, watched: bool, deaf: float) -> None:
 def give_back(taken: Any) -> Exception | None:
     """Release and tell how that went; return the database's error."""
     before = time.monotonic()
+    for lease in each(taken):
+        GIVEN_BACK[lease] = before
     try:
         released = taken.release()
     except (DatabaseError, InterfaceError) as error:

@@ -159,20 +159,24 @@ def test_loss_of_one_that_was_stopped(crew: Crew, key: str) -> None:
         ({"deadline": 2.5, "after": 2.7}, 2.5),
         ({"deadline": None, "starved": 5.5}, 4.5),
         ({"deadline": None, "starved": 3.2}, 3.0),
+        ({"deadline": None, "given_back": 1.9}, None),
+        ({"deadline": None, "given_back": 3.1}, 3.0),
+        ({"deadline": 5.0, "given_back": 1.9}, None),
     ],
     ids=[
         *("later", "meanwhile", "over", "not over", "stood too late"),
         *("granted later", "told before"),
         "without a processor",
         "a thread has ended",
+        *("being released", "released later", "released before"),
     ],
 )
 def test_deadline(loss: dict[str, Any], deadline: float | None) -> None:
     """Only a pause in which a lease ran out excuses who tells of it late."""
     member = Member.__new__(Member)
     member.pauses = [Pause(2.0, 2.2, 3.0, starved=4.0)]
-    whole = {"before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0, **loss}
-    assert member.deadline(whole) == deadline
+    usual = {"before": 1.0, "after": 6.0, "lease": 0.5, "starved": 4.0}
+    assert member.deadline({**usual, "given_back": None, **loss}) == deadline
 
 
 @pytest.mark.parametrize("ran", [LATE / 2, LATE * 2], ids=["too briefly", "long"])
@@ -182,7 +186,7 @@ def test_deadline_of_one_that_is_stopped_again(ran: float) -> None:
     again = Pause(3.0 + ran, 3.0 + ran, 5.0 + ran, starved=4.0)
     member.pauses = [Pause(2.0, 2.0, 3.0, starved=4.0), again]
     loss = {"deadline": None, "before": 1.0, "after": 99.0, "lease": 0.5}
-    deadline = member.deadline({**loss, "starved": 4.0})
+    deadline = member.deadline({**loss, "starved": 4.0, "given_back": None})
     assert deadline == (again.resumed if ran < LATE else 3.0)
 
 
