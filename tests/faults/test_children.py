@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -16,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connections
 
 from dblocks import distributed_lock
-from tests.faults.crew import ROOT, Crew
+from tests.faults.crew import Crew
 from tests.faults.scale import FULL, counts, pick
 from tests.support.factories import stored
 from tests.support.fixtures import in_memory
+from tests.support.gunicorn import Gunicorn
 from tests.support.timing import DEADLINE, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -79,47 +74,22 @@ def test_fork_while_holding(crew: Crew, key: str, figures: Figures) -> None:
     figures |= Counter(f"children by {method}" for method in methods)
 
 
-class Preloaded:
+class Preloaded(Gunicorn):
     """gunicorn, whose master process holds a lock when it forks two workers."""
 
     def __init__(self, key: str, lease: float, log: Path) -> None:
-        names = {a: connections[a].settings_dict["NAME"] for a in connections}
-        with socket.create_server(("127.0.0.1", 0)) as listening, log.open("wb") as out:
-            self.port = listening.getsockname()[1]
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "gunicorn", "tests.faults.preloaded_site"),
-                    *("--bind", f"fd://{listening.fileno()}", "--workers", "2"),
-                    *("--preload", "--no-control-socket", "--graceful-timeout", "1"),
-                ],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
-                    "DBLOCKS_TEST_KEY": key,
-                    "DBLOCKS_TEST_LEASE": str(lease),
-                },
-                pass_fds=[listening.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        super().__init__(
+            "tests.faults.preloaded_site",
+            2,
+            log,
+            DBLOCKS_TEST_KEY=key,
+            DBLOCKS_TEST_LEASE=str(lease),
+        )
 
     def ask(self) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.port}/"
-        with urllib.request.urlopen(url, timeout=2 * DEADLINE) as answer:
+        with urllib.request.urlopen(self.url, timeout=2 * DEADLINE) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(DEADLINE)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
 
 
 @pytest.fixture

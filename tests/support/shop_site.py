@@ -1,15 +1,9 @@
-"""The shop as a site: gunicorn in processes of its own, on the test's database."""
+"""The shop as a site, under gunicorn, and a fixture for it."""
 
 from __future__ import annotations
 
 import http.client
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from django.db import connections
 from django.urls import reverse
 
 from dblocks.test import hold_elsewhere
 from testproject.shop.board import EXPORT_LOCK, EXPORTS
 from testproject.shop.sale import empty_shop
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT
+from tests.support.gunicorn import Gunicorn
 from tests.support.timing import DEADLINE, eventually
 
 THREADS = 4
@@ -52,44 +45,20 @@ class Answer:
         return found[1]
 
 
-class Server:
-    """gunicorn with the shop's site, in processes of its own."""
+class Server(Gunicorn):
+    """gunicorn with the shop's site."""
 
     def __init__(self, workers: int, log: Path) -> None:
+        super().__init__(
+            "tests.support.wsgi",
+            workers,
+            log,
+            *("--worker-class", "gthread", "--threads", str(THREADS)),
+            # One worker can't take all requests and let them wait.
+            *("--worker-connections", str(THREADS + 1)),
+            SHOP_THINKING=str(THINKING),
+        )
         self.workers, self.log = workers, log
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
-        }
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-            self.port: int = listening.getsockname()[1]
-            with log.open("wb") as output:
-                self._child = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "gunicorn", "tests.support.wsgi"),
-                        *("--bind", f"fd://{listening.fileno()}"),
-                        *("--workers", str(workers), "--preload"),
-                        *("--worker-class", "gthread", "--threads", str(THREADS)),
-                        # One worker can't take all requests and let them wait.
-                        *("--worker-connections", str(THREADS + 1)),
-                        *("--graceful-timeout", "1", "--no-control-socket"),
-                    ],
-                    cwd=ROOT,
-                    env={
-                        **os.environ,
-                        "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
-                        "DJANGO_SETTINGS_MODULE": "tests.settings",
-                        "SHOP_THINKING": str(THINKING),
-                    },
-                    pass_fds=[listening.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def ask(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
         connection = http.client.HTTPConnection(
@@ -116,18 +85,9 @@ class Server:
 
         eventually(all_answer, what=f"{self.workers} workers")
 
-    def terminate(self) -> None:
-        self._child.send_signal(signal.SIGTERM)
-
     def stop(self) -> None:
         """See it end; whatever it had to complain about is a failure."""
-        self.terminate()
-        try:
-            self._child.wait(DEADLINE)
-        finally:
-            if self._child.poll() is None:
-                os.killpg(self._child.pid, signal.SIGKILL)
-                self._child.wait()
+        super().stop()
         log = self.log.read_text()
         assert "Traceback" not in log, log
 
