@@ -75,8 +75,6 @@ class Member:
     def stop(self) -> None:
         """Suspend it and wait until it stands."""
         told = time.monotonic()
-        # It may be killed before it stands.
-        self._stopped = told, told
         stop(self.pid)
         self._stopped = told, time.monotonic()
 
