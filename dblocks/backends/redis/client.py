@@ -33,7 +33,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from ... import clock
-from .scripts import Script
+from .prelude import Script
 
 SOCKET_TIMEOUT = 5.0
 """Seconds after which a server that doesn't answer is out of reach, by default."""

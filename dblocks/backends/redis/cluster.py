@@ -28,7 +28,7 @@ from redis.exceptions import (
 
 from ... import clock
 from .client import PATIENCE, UNREACHABLE, Argument, Client, Part, packed
-from .scripts import Script
+from .prelude import Script
 
 SLOTS = ("CLUSTER", "SLOTS")
 

@@ -1,141 +1,10 @@
-"""What a server is told: Lua scripts, each of which runs alone and whole.
-
-A lock's keys share a hash tag, so that a cluster has them in one place:
-
-* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
-  an id, the mark of a grant where versions aren't, and the last acts that released it;
-* ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
-* ``…:alive``, a hash: until when each of them is thought to wait;
-* ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
-  it is kept for them;
-* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
-* ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
-
-With each quarter of a second for which a key has been free, one more of those who wait
-may take it, after a second all of them, and in the end those who don't wait: those
-before them may be dead.
-
-Moments are microseconds of the server's clock. A version is the moment of its grant,
-or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
-versions rise although rows are forgotten, by a restart without persistence too.
-"""
+"""What a server is told: Lua scripts, each of which runs alone and whole."""
 
 from __future__ import annotations
 
-from hashlib import sha1
-from typing import NamedTuple
+from .prelude import script
 
-
-class Script(NamedTuple):
-    """A script's text, and the digest that the server knows it by."""
-
-    text: str
-    digest: str
-
-
-_COMMON = """
--- Redis hands numbers on with 17 digits; these have 16.
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
-local GRACE, FORGET, RETAIN, NEXT = 250000, 3600000, 86400000, 3
-
-local function number(value) return tonumber(value) or 0 end
-
-local function keep(row, expires)
-  redis.call('PEXPIREAT', row, math.ceil(expires / 1000) + RETAIN)
-end
-
--- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
-local function kept_until(at_least)
-  return tonumber(at_least) > 0 and now + at_least or 0
-end
-
-local function describe(row)
-  local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
-    'expires', 'max_until', 'count', 'requested', 'id')
-  if not f[4] then return {} end
-  return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
-    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9]), f[10] or ''}
-end
-
--- Begins with the fields 'owner', 'version', 'id'. A mark is a version or an id.
-local function is_grant(f, owner, mark)
-  return f[1] == owner and (f[2] == mark or f[3] == mark)
-end
-
-local function first(queue, alive)
-  while true do
-    local ticket = redis.call('ZRANGE', queue, 0, 0)[1]
-    if not ticket then return nil end
-    if number(redis.call('HGET', alive, ticket)) > now then return ticket end
-    redis.call('ZREM', queue, ticket)
-    redis.call('HDEL', alive, ticket)
-  end
-end
-
-local function tell(queue, ticket, word)
-  local bell = string.sub(queue, 1, -6) .. 'bell:' .. string.match(ticket, '^%x+')
-  redis.call('RPUSH', bell, word)
-  redis.call('PEXPIRE', bell, 30000)
-end
-
-local function let_in(queue, alive, rung, ticket)
-  redis.call('ZREM', queue, ticket)
-  redis.call('HDEL', alive, ticket)
-  redis.call('ZADD', rung, now + GRACE, ticket)
-  redis.call('PEXPIRE', rung, 30000)
-end
-
-local function tell_in_turn(queue, first, last, from)
-  for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
-    tell(queue, ticket, from - now + (number - 1) * GRACE)
-  end
-end
-
--- The next are told when to look: those before them may be dead. So are the last, who
--- are the likeliest to be alive if all of these are dead.
-local function alert(queue, from)
-  tell_in_turn(queue, 0, NEXT - 1, from)
-  local size = redis.call('ZCARD', queue)
-  local late = from + (NEXT + 1) * GRACE
-  tell_in_turn(queue, math.max(NEXT, size - NEXT), -1, late)
-end
-
--- The first is told that the key is free, and has it kept for a while.
-local function ring(queue, alive, rung)
-  local ticket = first(queue, alive)
-  if not ticket then return end
-  let_in(queue, alive, rung, ticket)
-  tell(queue, ticket, 'go')
-  alert(queue, now + GRACE)
-end
-
-local function reserved(rung)
-  redis.call('ZREMRANGEBYSCORE', rung, '-inf', now)
-  return redis.call('ZCARD', rung)
-end
-
--- How many queue before it; one that doesn't queue comes last.
-local function place_of(queue, alive, ticket)
-  first(queue, alive)
-  return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
-end
-
-local function done(queue, act) return string.sub(queue, 1, -6) .. 'done:' .. act end
-
--- What counts down must not do so again when it is sent again.
-local function is_repeated(queue, act)
-  return not redis.call('SET', done(queue, act), 1, 'NX', 'PX', 30000)
-end
-"""
-
-
-def _script(text: str) -> Script:
-    text = _COMMON + text
-    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-
-ACQUIRE = _script("""
+ACQUIRE = script("""
 local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local explicit, id = ARGV[7] == '1', ARGV[8]
@@ -211,7 +80,7 @@ permit to begin with; the ticket, or nothing. The answer about a grant that the 
 has already also tells whether this counts as another hold, and the grant's id.
 """
 
-ACQUIRE_ALL = _script("""
+ACQUIRE_ALL = script("""
 local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local found = {}
 
@@ -243,7 +112,7 @@ return found
 Keys: queue, rung and row of each. Arguments: as for one key, up to the id.
 """
 
-RELEASE = _script("""
+RELEASE = script("""
 local left, undo, act = tonumber(ARGV[1]), ARGV[2] == '1', ARGV[3]
 local answers = {}
 
@@ -284,7 +153,7 @@ Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or
 to count down; whether they don't cool; an id of this act; owner and mark of each.
 """
 
-RENEW = _script("""
+RENEW = script("""
 local answers = {}
 for i, row in ipairs(KEYS) do
   local owner, mark, lease = unpack(ARGV, 3 * i - 1, 3 * i + 1)
@@ -313,7 +182,7 @@ Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or no
 owner, mark and lease of each.
 """
 
-FORFEIT = _script("""
+FORFEIT = script("""
 local queue, row = KEYS[1], KEYS[2]
 local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count')
 if is_grant(f, ARGV[1], ARGV[2]) and not is_repeated(queue, ARGV[4]) then
@@ -325,14 +194,14 @@ end
 Keys: queue, row. Arguments: owner, mark, how many, an id of this act.
 """
 
-READ = _script("""
+READ = script("""
 local answers = {}
 for i, row in ipairs(KEYS) do answers[i] = describe(row) end
 return answers
 """)
 """Look at keys. Keys: rows."""
 
-QUEUE = _script("""
+QUEUE = script("""
 local queue, alive, rung = KEYS[1], KEYS[2], KEYS[3]
 local ticket, seconds = ARGV[1], ARGV[2]
 local free, since = 0, nil
@@ -369,7 +238,7 @@ time it will be, if nobody tells.
 Keys: queue, alive, rung, rows. Arguments: ticket; for how long it is thought to wait.
 """
 
-LEAVE = _script("""
+LEAVE = script("""
 local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 redis.call('ZREM', queue, ARGV[1])
 redis.call('HDEL', alive, ARGV[1])
@@ -380,7 +249,7 @@ redis.call('PEXPIRE', bell, 1000)
 """)
 """Queue no longer. Keys: queue, alive, rung, bell. Argument: ticket."""
 
-WAITERS = _script("""
+WAITERS = script("""
 local found = {}
 for _, ticket in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if number(redis.call('HGET', KEYS[2], ticket)) > now then
@@ -391,7 +260,7 @@ return found
 """)
 """Who waits. Keys: queue, alive."""
 
-MAKE_OLDER = _script("""
+MAKE_OLDER = script("""
 for i = 1, #KEYS, 2 do
   local queue, row = KEYS[i], KEYS[i + 1]
   for _, ticket in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
@@ -407,7 +276,7 @@ end
 """)
 """Let time pass, for tests. Keys: queue and row of each. Argument: how much."""
 
-REQUEST_RELEASE = _script("""
+REQUEST_RELEASE = script("""
 local row = KEYS[1]
 local f = redis.call('HMGET', row, 'owner', 'version', 'expires', 'holder', 'requested')
 if not f[1] or f[1] == '' or number(f[3]) <= now then return {} end
@@ -420,7 +289,7 @@ return {f[1], f[4], number(f[2])}
 Key: row. Argument: the version, or nothing for any.
 """
 
-FORCE_RELEASE = _script("""
+FORCE_RELEASE = script("""
 local queue, alive, rung, row = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local f = redis.call('HMGET', row, 'owner', 'version', 'acquired', 'expires', 'holder')
 local version, acquired = number(f[2]), number(f[3])

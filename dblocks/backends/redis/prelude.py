@@ -1,0 +1,135 @@
+"""What all scripts begin with: how a lock is kept on a server, and who is next.
+
+A lock's keys share a hash tag, so that a cluster has them in one place:
+
+* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
+  an id, the mark of a grant where versions aren't, and the last acts that released it;
+* ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
+* ``…:alive``, a hash: until when each of them is thought to wait;
+* ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
+  it is kept for them;
+* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
+* ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
+
+With each quarter of a second for which a key has been free, one more of those who wait
+may take it, after a second all of them, and in the end those who don't wait: those
+before them may be dead.
+
+Moments are microseconds of the server's clock. A version is the moment of its grant,
+or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
+versions rise although rows are forgotten, by a restart without persistence too.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha1
+from typing import NamedTuple
+
+
+class Script(NamedTuple):
+    """A script's text, and the digest that the server knows it by."""
+
+    text: str
+    digest: str
+
+
+_PRELUDE = """
+-- Redis hands numbers on with 17 digits; these have 16.
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local GRACE, FORGET, RETAIN, NEXT = 250000, 3600000, 86400000, 3
+
+local function number(value) return tonumber(value) or 0 end
+
+local function keep(row, expires)
+  redis.call('PEXPIREAT', row, math.ceil(expires / 1000) + RETAIN)
+end
+
+-- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
+local function kept_until(at_least)
+  return tonumber(at_least) > 0 and now + at_least or 0
+end
+
+local function describe(row)
+  local f = redis.call('HMGET', row, 'owner', 'holder', 'note', 'version', 'acquired',
+    'expires', 'max_until', 'count', 'requested', 'id')
+  if not f[4] then return {} end
+  return {f[1], f[2], f[3], number(f[4]), number(f[5]), number(f[6]) - now,
+    number(f[7]) - now, number(f[8]), number(f[6]), number(f[9]), f[10] or ''}
+end
+
+-- Begins with the fields 'owner', 'version', 'id'. A mark is a version or an id.
+local function is_grant(f, owner, mark)
+  return f[1] == owner and (f[2] == mark or f[3] == mark)
+end
+
+local function first(queue, alive)
+  while true do
+    local ticket = redis.call('ZRANGE', queue, 0, 0)[1]
+    if not ticket then return nil end
+    if number(redis.call('HGET', alive, ticket)) > now then return ticket end
+    redis.call('ZREM', queue, ticket)
+    redis.call('HDEL', alive, ticket)
+  end
+end
+
+local function tell(queue, ticket, word)
+  local bell = string.sub(queue, 1, -6) .. 'bell:' .. string.match(ticket, '^%x+')
+  redis.call('RPUSH', bell, word)
+  redis.call('PEXPIRE', bell, 30000)
+end
+
+local function let_in(queue, alive, rung, ticket)
+  redis.call('ZREM', queue, ticket)
+  redis.call('HDEL', alive, ticket)
+  redis.call('ZADD', rung, now + GRACE, ticket)
+  redis.call('PEXPIRE', rung, 30000)
+end
+
+local function tell_in_turn(queue, first, last, from)
+  for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
+    tell(queue, ticket, from - now + (number - 1) * GRACE)
+  end
+end
+
+-- The next are told when to look: those before them may be dead. So are the last, who
+-- are the likeliest to be alive if all of these are dead.
+local function alert(queue, from)
+  tell_in_turn(queue, 0, NEXT - 1, from)
+  local size = redis.call('ZCARD', queue)
+  local late = from + (NEXT + 1) * GRACE
+  tell_in_turn(queue, math.max(NEXT, size - NEXT), -1, late)
+end
+
+-- The first is told that the key is free, and has it kept for a while.
+local function ring(queue, alive, rung)
+  local ticket = first(queue, alive)
+  if not ticket then return end
+  let_in(queue, alive, rung, ticket)
+  tell(queue, ticket, 'go')
+  alert(queue, now + GRACE)
+end
+
+local function reserved(rung)
+  redis.call('ZREMRANGEBYSCORE', rung, '-inf', now)
+  return redis.call('ZCARD', rung)
+end
+
+-- How many queue before it; one that doesn't queue comes last.
+local function place_of(queue, alive, ticket)
+  first(queue, alive)
+  return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
+end
+
+local function done(queue, act) return string.sub(queue, 1, -6) .. 'done:' .. act end
+
+-- What counts down must not do so again when it is sent again.
+local function is_repeated(queue, act)
+  return not redis.call('SET', done(queue, act), 1, 'NX', 'PX', 30000)
+end
+"""
+
+
+def script(text: str) -> Script:
+    text = _PRELUDE + text
+    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
