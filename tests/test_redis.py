@@ -967,7 +967,7 @@ def test_end_of_the_wait_meets_the_bell(here: Any, key: str) -> None:
 
 def nothing_left(inside: Any) -> None:
     """Of those who waited nothing is in the server any more, but for a moment."""
-    left = ("queue", "alive", "rung", "bell", "done")
+    left = ("queue", "alive", "rung", "bell", "told", "done")
     eventually(
         lambda: not [name for part in left for name in inside.keys(f"*:{part}*")],
         within=1 + SLACK,

@@ -9,6 +9,7 @@ A lock's keys share a hash tag, so that a cluster has them in one place:
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
   it is kept for them;
 * ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
+* ``…:told:TICKET``, for as long as that waiter is about to look by itself;
 * ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
 With each quarter of a second for which a key has been free, one more of those who wait
@@ -37,7 +38,7 @@ _PRELUDE = """
 -- Redis hands numbers on with 17 digits; these have 16.
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local GRACE, FORGET, RETAIN, NEXT = 250000, 3600000, 86400000, 3
+local GRACE, FORGET, RETAIN, NEXT, APART = 250000, 3600000, 86400000, 3, 20000
 
 local function number(value) return tonumber(value) or 0 end
 
@@ -73,11 +74,19 @@ local function first(queue, alive)
   end
 end
 
+local function name_of(queue, part, which)
+  return string.sub(queue, 1, -6) .. part .. ':' .. which
+end
+
+local function id_of(ticket) return string.match(ticket, '^%x+') end
+
 local function tell(queue, ticket, word)
-  local bell = string.sub(queue, 1, -6) .. 'bell:' .. string.match(ticket, '^%x+')
+  local bell = name_of(queue, 'bell', id_of(ticket))
   redis.call('RPUSH', bell, word)
   redis.call('PEXPIRE', bell, 30000)
 end
+
+local function told(queue, ticket) return name_of(queue, 'told', id_of(ticket)) end
 
 local function let_in(queue, alive, rung, ticket)
   redis.call('ZREM', queue, ticket)
@@ -86,19 +95,25 @@ local function let_in(queue, alive, rung, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
-local function tell_in_turn(queue, first, last, from)
+-- In a queue that moves on, most of these were told a moment ago, and need not wake.
+local function alert_some(queue, first, last, due)
   for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
-    tell(queue, ticket, from - now + (number - 1) * GRACE)
+    local mine, mark = due + (number - 1) * APART, told(queue, ticket)
+    local left = redis.call('PTTL', mark) * 1000
+    if left < 0 or left > mine + NEXT * APART then
+      redis.call('SET', mark, 1, 'PX', math.ceil(mine / 1000))
+      tell(queue, ticket, mine)
+    end
   end
 end
 
 -- The next are told when to look: those before them may be dead. So are the last, who
 -- are the likeliest to be alive if all of these are dead.
 local function alert(queue, from)
-  tell_in_turn(queue, 0, NEXT - 1, from)
+  local due = from - now
+  alert_some(queue, 0, NEXT - 1, due)
   local size = redis.call('ZCARD', queue)
-  local late = from + (NEXT + 1) * GRACE
-  tell_in_turn(queue, math.max(NEXT, size - NEXT), -1, late)
+  alert_some(queue, math.max(NEXT, size - NEXT), -1, due + (NEXT + 1) * GRACE)
 end
 
 -- The first is told that the key is free, and has it kept for a while.
@@ -121,7 +136,7 @@ local function place_of(queue, alive, ticket)
   return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
 end
 
-local function done(queue, act) return string.sub(queue, 1, -6) .. 'done:' .. act end
+local function done(queue, act) return name_of(queue, 'done', act) end
 
 -- What counts down must not do so again when it is sent again.
 local function is_repeated(queue, act)

@@ -215,13 +215,15 @@ if redis.call('ZSCORE', rung, ticket) then
   redis.call('ZREM', rung, ticket)
 end
 
+-- First, because Redis refuses it if it has no memory left.
 redis.call('ZADD', queue, 'NX', now, ticket)
 redis.call('HSET', alive, ticket, now + seconds)
+redis.call('DEL', told(queue, ticket))
 redis.call('PEXPIRE', queue, FORGET)
 redis.call('PEXPIRE', alive, FORGET)
 
 local kept, place = reserved(rung), place_of(queue, alive, ticket)
-local turn = since + place * GRACE
+local turn = since + math.min(place, NEXT + 1) * GRACE
 if free > kept and turn <= now then
   let_in(queue, alive, rung, ticket)
   return {1, 0}
