@@ -42,11 +42,15 @@ def run(backend: str, key: str) -> Run:
         }
         arguments |= {"key": key, "backend": backend}
         command = [sys.executable, "-m", "tests.support.reentrant", program]
+        # Not measured: a handler would wait for coverage's mutex, which it interrupts.
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")
+        }
         ended = subprocess.run(
             [*command, json.dumps(arguments)],
             cwd=ROOT,
             env={
-                **os.environ,
+                **inherited,
                 "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
                 # With such a storm of signals a short lease is not renewed in time.
                 "ZOOKEEPER_LEASE": "30",
