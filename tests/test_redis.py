@@ -31,7 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from dblocks import Lease, LeaseLost, LockTimeout, clock, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
-from dblocks.backends.values import Grant, Renewal, Request
+from dblocks.backends.values import Grant, Granted, Renewal, Request
 from dblocks.conf import backends
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew
@@ -765,6 +765,29 @@ def test_first_come_first_served(
         freed = waiter.expect("released")["at"]
     assert tokens == sorted(set(tokens))
     assert backends["redis"].waiters(key).number == 0
+
+
+def test_who_was_just_told_when_to_look_sleeps_on(here: Any, key: str) -> None:
+    """In a queue that moves on, a release wakes hardly anybody whose turn hasn't come.
+
+    Each waiter is told once as one of the last, and once as one of the next.
+    """
+    server = engine()._server
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    request = Request(key, "x", 60.0)
+    tickets = [f"{number:x}" for number in range(9)]
+    for ticket in tickets:
+        server.queue(request, ticket, 20.0)
+    began = time.monotonic()
+    lease.release()
+    for ticket in tickets[:6]:
+        granted = server.acquire(Request(key, ticket, 60.0), ticket)
+        assert isinstance(granted, Granted)
+        server.release_all([granted.grant], count=0)
+    took = time.monotonic() - began
+    for ticket in tickets[7:]:
+        words = here.lrange(server._bell(key, ticket), 0, -1)
+        assert 1 <= len(words) <= 2 + took / GRACE, words
 
 
 def test_waiting_costs_next_to_nothing(
