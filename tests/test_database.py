@@ -8,18 +8,21 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
-from django.db import connection
+from django.db import connection, transaction
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
-from dblocks.backends.values import Grant, Reading
+from dblocks.backends.database import several_rows
+from dblocks.backends.values import Grant, Reading, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.waiting.attempt import Attempt
 from tests.support.factories import LockFactory, let_expire, now, stored
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
@@ -44,6 +47,64 @@ def test_two_statements_and_no_begin(key: str) -> None:
     assert not [
         sql for sql in sent if re.match(r"BEGIN|COMMIT|SAVEPOINT", sql, re.IGNORECASE)
     ]
+
+
+def test_statements_find_their_rows_by_the_primary_key(key: str) -> None:
+    """However many rows there are: none reads others, or would wait for their locks.
+
+    MySQL and MariaDB lock whatever a statement reads on its way.
+    """
+    if connection.vendor != "mysql":
+        pytest.skip("elsewhere a statement locks only the rows that it changes")
+    permits = {"permits": 4, "timeout": 0}
+    for number in range(4):
+        distributed_lock(key, owner=f"{number}", **permits).acquire().release()
+    together = distributed_lock(f"{key}:1", f"{key}:2", timeout=0)
+    together.acquire().release()
+    LockFactory.create_batch(100)
+    first = distributed_lock(key, owner="first", **permits).acquire()
+    with CaptureQueriesContext(connection) as queries:
+        for permit in (0, 1, 2):
+            # One of them is taken, so that at least one looks for another.
+            with patch.object(Attempt, "_first_permit", return_value=permit):
+                lease = distributed_lock(key, **permits).acquire()
+            lease.renew()
+            lease.release()
+        leases = together.acquire()
+        leases.renew()
+        with transaction.atomic():
+            leases.guard()
+        leases.release()
+    first.release()
+    texts = [query["sql"] for query in queries.captured_queries]
+    texts = [re.sub(r"^SET STATEMENT .*? FOR ", "", text) for text in texts]
+    explained = [text for text in texts if "dblocks_distributedlock" in text]
+    assert len(explained) > 10
+    for text in explained:
+        assert not _reads_whole_table(text), text
+
+
+def _reads_whole_table(sql: str) -> bool:
+    with connection.cursor() as cursor:
+        table = "" if connection.mysql_is_mariadb else "FORMAT=TRADITIONAL"
+        cursor.execute(f"EXPLAIN {table} {sql}")
+        names = [column[0] for column in cursor.description]
+        plan = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+    return any(
+        step["table"] == "dblocks_distributedlock" and step["type"] in {"ALL", "index"}
+        for step in plan
+    )
+
+
+def test_incomplete_set_is_undone_alone(key: str) -> None:
+    """What was granted is given back; the others' rows may be locked, and are left."""
+    names = [f"{key}:{number}" for number in range(3)]
+    request = Request(names[0], "somebody", 30.0)
+    with CaptureQueriesContext(connection) as queries:
+        found = several_rows._complete(connection, request, names, {names[1]: 1})
+    assert found is None
+    [undone] = [query["sql"] for query in queries.captured_queries]
+    assert [name in undone for name in names] == [False, True, False]
 
 
 def test_row_remains_after_release(key: str) -> None:

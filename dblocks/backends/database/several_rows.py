@@ -67,18 +67,19 @@ def _complete(
         owner, limit = request.owner, request.max_hold
         return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
     if granted:
-        values = {"owner": request.owner, **table.numbered(keys)}
-        execute(connection, _texts(connection).undo(len(keys)), values)
+        # No others: the statement would wait for a row that a transaction has locked.
+        _end(connection, request.owner, list(granted))
     return None
 
 
 def undo(connection: Connection, grants: Sequence[Grant]) -> None:
     """End grants of one owner that nobody has used; none of them cools."""
-    values = {
-        "owner": grants[0].owner,
-        **table.numbered([grant.key for grant in grants]),
-    }
-    execute(connection, _texts(connection).undo(len(grants)), values)
+    _end(connection, grants[0].owner, [grant.key for grant in grants])
+
+
+def _end(connection: Connection, owner: str, keys: Sequence[str]) -> None:
+    values = {"owner": owner, **table.numbered(keys)}
+    execute(connection, _texts(connection).undo(len(keys)), values)
 
 
 def release(

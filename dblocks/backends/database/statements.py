@@ -53,10 +53,10 @@ class Statements:
         d = self.dialect
         return d.after(d.now, d.seconds(slot)) if given else "NULL"
 
-    def _granted(self, version: str, cools: bool, ends: bool) -> str:
+    def _granted(self, version: str, cools: bool, ends: bool, holds: str = "1") -> str:
         d = self.dialect
         return (
-            f"version = {version}, hold_count = 1, "
+            f"hold_count = {holds}, version = {version}, "
             f"holder = %(holder)s, note = %(note)s, acquired_at = {d.now}, "
             f"min_until = {self._from_now('hold_at_least', cools)}, "
             f"max_until = {self._from_now('max_hold', ends)}, "
@@ -107,12 +107,9 @@ class Statements:
         """Grant one free and unlocked row of so many, preferably the ``first``."""
         d = self.dialect
         free = f"{d.key} IN ({_keys(size)}) AND {self._free(queued, '%(gate)s')}"
-        return (
-            f"UPDATE {d.table} SET {d.tells_permit}"
-            f"{self._granted('version + 1', cools, ends)} "
-            f"WHERE {d.any_unlocked(free)}"
-            f"{self._returning(d.key, 'version', *d.session)}"
-        )
+        change = self._granted("version + 1", cools, ends, d.first_hold)
+        returned = self._returning(d.key, "version", *d.session)
+        return d.update_any(change, free) + returned
 
     @lru_cache(maxsize=64)  # noqa: B019
     def versions(self, size: int) -> str:

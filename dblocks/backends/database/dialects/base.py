@@ -102,9 +102,9 @@ class Dialect:
         f"{key} = (SELECT {key} FROM {table} WHERE {{}} "
         f"ORDER BY CASE {key} WHEN %(first)s THEN 0 ELSE 1 END LIMIT 1)"
     ).format
-    #: An assignment that makes the reply carry the version of a permit's row and the
-    #: permit's number, where rows can't be returned.
-    tells_permit = ""
+    #: One hold of a permit. Where rows can't be returned, it makes the reply carry the
+    #: version of the permit's row as it was before, and the permit's number.
+    first_hold = "1"
     #: The key is free, or has been for long, and nobody queues for it, that is, has a
     #: session lock of that name.
     yields: Shape = "{}".format
@@ -115,6 +115,10 @@ class Dialect:
     update_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
     #: The same of exactly so many rows, or of none; without ``RETURNING`` of fewer.
     all_or_none: Shape
+
+    def update_any(self, change: str, which: str) -> str:
+        """Return a change of one row that no transaction has locked."""
+        return f"UPDATE {self.table} SET {change} WHERE {self.any_unlocked(which)}"
 
     #: What a grant returns besides its version, for :meth:`note_session`.
     session: tuple[str, ...] = ()

@@ -57,15 +57,9 @@ class MySQL(Dialect):
         f"{key} = (SELECT * FROM (SELECT {key} FROM {table} WHERE {{}} "
         f"FOR UPDATE SKIP LOCKED) AS locked)"
     ).format
-    # In no order: to sort is to lock all rows that others might have.
-    any_unlocked = (
-        f"{key} = (SELECT * FROM (SELECT {key} FROM {table} WHERE {{}} "
-        f"LIMIT 1 FOR UPDATE SKIP LOCKED) AS locked)"
-    ).format
-    # The version as it was before: assignments are made from left to right.
-    tells_permit = (
-        f"hold_count = LAST_INSERT_ID((version + 1) * {MAX_PERMITS} "
-        f"+ SUBSTRING_INDEX({key}, CHAR({ord(SEPARATOR)} USING utf8mb4), -1)) * 0, "
+    first_hold = (
+        f"LAST_INSERT_ID((version + 1) * {MAX_PERMITS} + SUBSTRING_INDEX("
+        f"{table}.{key}, CHAR({ord(SEPARATOR)} USING utf8mb4), -1)) * 0 + 1"
     )
     asked = 2**62
     tells_requests = (
@@ -90,6 +84,10 @@ class MySQL(Dialect):
         )
 
     all_or_none = update_unlocked
+
+    def update_any(self, change: str, which: str) -> str:
+        # In no order: to sort is to lock all rows that others might have.
+        return self.update_unlocked(change, which, 1)
 
     transient = frozenset({1020, 1205, 1213, 3058, 3572})
     collisions = frozenset({1020, 1213})
