@@ -635,6 +635,8 @@ def without_readers(lock: Locks) -> Iterator[None]:
     lock().acquire(timeout=0).release()
     name = connection.settings_dict["NAME"]
     connection.close()
+    # Django's first statement waits for the file in SQLite 3.53, not in 3.40.
+    connection.ensure_connection()
     with closing(sqlite3.connect(name, isolation_level=None)) as raw:
         raw.execute("BEGIN EXCLUSIVE")
         yield
