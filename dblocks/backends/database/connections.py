@@ -207,22 +207,22 @@ def pin_connection(alias: str) -> Connection:
 
 def is_alone(connection: Any) -> bool:
     """Tell whether another connection wouldn't see what this one does."""
-    is_server = dialects.of(connection).has_row_locks
-    in_memory = not is_server and connection.is_in_memory_db()
-    return in_memory or transactions.in_test_case(connection)
+    shared = dialects.of(connection).has_row_locks or not connection.is_in_memory_db()
+    return not shared or transactions.in_test_case(connection)
 
 
 @contextmanager
 def reading_beside(connection: Connection) -> Iterator[Connection]:
     """A connection for reads that an open transaction can't make, or not yet."""
-    beside = connection
-    if not is_alone(connection):
-        beside = separate_connection(connection.alias)
+    if is_alone(connection):
+        yield connection
+        return
+    limits = dialects.of(connection).short_waits
+    beside = separate_connection(connection.alias, **limits)
     try:
         yield beside
     finally:
-        if beside is not connection:
-            close(beside)
+        close(beside)
 
 
 def can_write(alias: str) -> bool:
