@@ -790,6 +790,61 @@ def test_who_was_just_told_when_to_look_sleeps_on(here: Any, key: str) -> None:
         assert 1 <= len(words) <= 2 + took / GRACE, words
 
 
+def test_first_is_late_after_one_that_died(here: Any, key: str) -> None:
+    """The second doesn't overtake it when what was kept for the dead one lapses."""
+    server = engine()._server
+
+    def ask_late() -> tuple[float, Any, Any, Any]:
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        for ticket in ("aa dead", "bb", "cc"):
+            server.queue(Request(key, "x", 60.0), ticket, 20.0)
+        began = time.monotonic()
+        lease.release()
+        time.sleep(GRACE + 0.05)
+        second = server.acquire(Request(key, "second", 60.0), "cc")
+        queued, _ = server.queue(Request(key, "second", 60.0), "cc", 20.0)
+        took = time.monotonic() - began
+        first = server.acquire(Request(key, "first", 60.0), "bb")
+        for each in (first, second):
+            if isinstance(each, Granted):
+                server.release_all([each.grant], count=0)
+        for ticket in ("aa dead", "bb", "cc"):
+            server.leave(key, ticket)
+        return took, first, second, queued
+
+    # After half a second the second may have it.
+    answers = (ask_late() for _ in range(10))
+    _, first, second, queued = next(each for each in answers if each[0] < 2 * GRACE)
+    assert isinstance(first, Granted)
+    assert not isinstance(second, Granted)
+    assert queued is False
+
+
+def test_last_of_many_looks_while_the_key_is_kept(here: Any, key: str) -> None:
+    """It looks again in little more than a second, however many are before it."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    leave_dead_waiters(key, 41)
+    lease.release()
+    is_free, turn = engine()._server.queue(Request(key, "x", 60.0), "28 live", 20.0)
+    assert not is_free
+    assert 4 * GRACE < turn < 5 * GRACE + 1
+
+
+def test_all_whose_turn_is_the_same_look_in_order(here: Any, key: str) -> None:
+    """Of many who may take a key that nobody releases, the first looks first."""
+    lease = distributed_lock(key, lease=20, renew=False).acquire(timeout=0)
+    # The earliest and the latest moment that the server may have meant.
+    moments = []
+    for number in range(12):
+        ticket, asked = f"{number:x} live", time.monotonic()
+        is_free, turn = engine()._server.queue(Request(key, "x", 60.0), ticket, 20.0)
+        assert not is_free
+        moments.append((asked + turn, time.monotonic() + turn))
+    (fifth, _), (_, last) = moments[4], moments[-1]
+    assert last - fifth > 0.1
+    lease.release()
+
+
 def test_waiting_costs_next_to_nothing(
     here: Any, key: str, threads: Callable[[], OtherThread]
 ) -> None:
@@ -828,7 +883,10 @@ def test_waiters_that_die(
     how: str,
     end: str,
 ) -> None:
-    """Each of them costs a quarter of a second, and nobody is forgotten."""
+    """Each of them costs a quarter of a second, and nobody is forgotten.
+
+    After a lease that ran out, the first costs two of them.
+    """
     holder = workers.start("hold", key=key, backend="redis", lease=scaled(3))
     holder.expect("held")
     waiters = line(dead + 2)

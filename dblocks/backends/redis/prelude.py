@@ -12,9 +12,9 @@ A lock's keys share a hash tag, so that a cluster has them in one place:
 * ``…:told:TICKET``, for as long as that waiter is about to look by itself;
 * ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
-With each quarter of a second for which a key has been free, one more of those who wait
-may take it, after a second all of them, and in the end those who don't wait: those
-before them may be dead.
+The first of those who wait may take a key that is free and not kept for another. After
+half a second the second may, with each further quarter one more, from the fifth on all
+of them, and in the end those who don't wait: those before them may be dead.
 
 Moments are microseconds of the server's clock. A version is the moment of its grant,
 or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
@@ -136,6 +136,18 @@ local function place_of(queue, alive, ticket)
   return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
 end
 
+-- For how long a key must have been free before the waiter in that place may take it.
+-- The second needs two graces, because the first may be late when what was kept for one
+-- that has died lapses, after one.
+local function wait_of(place)
+  return math.min(place > 0 and place + 1 or 0, NEXT + 2) * GRACE
+end
+
+-- All from the fifth on may take it at the same moment: they look one after the other.
+local function later_by(place)
+  return math.max(0, math.min(place, 50) - NEXT - 1) * APART
+end
+
 local function done(queue, act) return name_of(queue, 'done', act) end
 
 -- What counts down must not do so again when it is sent again.
@@ -146,5 +158,6 @@ end
 
 
 def script(text: str) -> Script:
+    """Return a script that begins with all of this."""
     text = _PRELUDE + text
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())

@@ -48,7 +48,9 @@ end
 local queued = redis.call('EXISTS', queue, rung) > 0
 if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
   local place = place_of(queue, alive, ticket)
-  local turn = since + math.min(place, NEXT + (ticket == '' and 3 or 1)) * GRACE
+  local wait = wait_of(place)
+  if ticket == '' then wait = math.min(place, NEXT + 3) * GRACE end
+  local turn = since + wait
   if reserved(rung) >= free or turn > now then
     return {0, chosen, describe(KEYS[5 + chosen])}
   end
@@ -223,16 +225,16 @@ redis.call('PEXPIRE', queue, FORGET)
 redis.call('PEXPIRE', alive, FORGET)
 
 local kept, place = reserved(rung), place_of(queue, alive, ticket)
-local turn = since + math.min(place, NEXT + 1) * GRACE
+local turn = since + wait_of(place)
 if free > kept and turn <= now then
   let_in(queue, alive, rung, ticket)
   return {1, 0}
 end
 if free > 0 and kept >= free then
   local lapses = redis.call('ZRANGE', rung, 0, 0, 'WITHSCORES')[2]
-  turn = math.max(turn, lapses + place * GRACE)
+  turn = math.max(turn, lapses + math.min(place, NEXT + 1) * GRACE)
 end
-return {0, turn - now}
+return {0, turn - now + later_by(place)}
 """)
 """Queue for a key, or go on queueing: whether it is free for this one, and else in what
 time it will be, if nobody tells.
