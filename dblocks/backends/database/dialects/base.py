@@ -96,10 +96,10 @@ class Dialect:
     next_version: Shape = "{}".format
     #: A condition, of rows that no transaction has locked.
     unlocked: Shape = "{}".format
-    #: A condition, of one row that fulfils another and that no transaction has locked,
-    #: the ``first`` one if it can be.
-    any_unlocked: Shape = (
-        f"{key} = (SELECT {key} FROM {table} WHERE {{}} "
+    #: A change of one row that no transaction has locked, the ``first`` one if it can
+    #: be.
+    update_any: Shape = (
+        f"UPDATE {table} SET {{}} WHERE {key} = (SELECT {key} FROM {table} WHERE {{}} "
         f"ORDER BY CASE {key} WHEN %(first)s THEN 0 ELSE 1 END LIMIT 1)"
     ).format
     #: One hold of a permit. Where rows can't be returned, it makes the reply carry the
@@ -115,10 +115,6 @@ class Dialect:
     update_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
     #: The same of exactly so many rows, or of none; without ``RETURNING`` of fewer.
     all_or_none: Shape
-
-    def update_any(self, change: str, which: str) -> str:
-        """Return a change of one row that no transaction has locked."""
-        return f"UPDATE {self.table} SET {change} WHERE {self.any_unlocked(which)}"
 
     #: What a grant returns besides its version, for :meth:`note_session`.
     session: tuple[str, ...] = ()

@@ -84,8 +84,9 @@ class PostgreSQL(Dialect):
     unlocked = (
         f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} FOR UPDATE SKIP LOCKED)'
     ).format
-    any_unlocked = (
-        f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} '
+    update_any = (
+        f'UPDATE "{TABLE}" SET {{}} WHERE "key" = (SELECT "key" FROM "{TABLE}" '
+        f"WHERE {{}} "
         f'ORDER BY CASE "key" WHEN %(first)s THEN 0 ELSE 1 END '
         f"LIMIT 1 FOR UPDATE SKIP LOCKED)"
     ).format
