@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblocks import Lease, LeaseLost, LockError, distributed_lock
@@ -20,7 +19,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, inherited, names_of_databases
 from tests.testapp.models import Account
 
 #: Seconds for one program in a process of its own; it ends by itself when it hangs.
@@ -37,21 +36,16 @@ def run(backend: str, key: str) -> Run:
         pytest.skip("a database in memory belongs to one process")
 
     def run(program: str, **arguments: Any) -> None:
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
-        }
         arguments |= {"key": key, "backend": backend}
         command = [sys.executable, "-m", "tests.support.reentrant", program]
         # Not measured: a handler would wait for coverage's mutex, which it interrupts.
-        inherited = {
-            k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")
-        }
+        environment = inherited(("COVERAGE",))
         ended = subprocess.run(
             [*command, json.dumps(arguments)],
             cwd=ROOT,
             env={
-                **inherited,
-                "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
+                **environment,
+                **names_of_databases(),
                 # With such a storm of signals a short lease is not renewed in time.
                 "ZOOKEEPER_LEASE": "30",
             },

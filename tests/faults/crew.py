@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from django.db import connections
 
 from tests.faults.history import WHATS, Event
 from tests.faults.scale import LATE
-from tests.support.processes import resume, stop
+from tests.support.processes import names_of_databases, resume, stop
 from tests.support.timing import DEADLINE, starved
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,9 +126,6 @@ class Crew:
     """A process that forks children, and everything that they tell, in order."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
-        }
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.crew_worker"],
             stdin=subprocess.PIPE,
@@ -137,7 +133,7 @@ class Crew:
             cwd=ROOT,
             env={
                 **os.environ,
-                "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
+                **names_of_databases(),
                 **(environment or {}),
             },
             start_new_session=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from django.db import connections
-
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, names_of_databases
 from tests.support.timing import DEADLINE
 
 
@@ -30,9 +27,6 @@ class Gunicorn:
         *options: str,
         **environment: str,
     ) -> None:
-        names = {
-            alias: connections[alias].settings_dict["NAME"] for alias in connections
-        }
         with (
             socket.create_server(("127.0.0.1", 0), backlog=128) as listening,
             log.open("wb") as output,
@@ -48,7 +42,7 @@ class Gunicorn:
                 cwd=ROOT,
                 env={
                     **os.environ,
-                    "DBLOCKS_TEST_NAMES": json.dumps(names, default=str),
+                    **names_of_databases(),
                     "DJANGO_SETTINGS_MODULE": "tests.settings",
                     **environment,
                 },

@@ -6,6 +6,7 @@ all processes of a machine, so that events of several processes can be put in or
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import queue
@@ -60,10 +61,18 @@ def resume(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def inherited() -> dict[str, str]:
-    """Return the environment for other projects, without what is this run's own."""
-    dropped = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
+OWN = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
+
+
+def inherited(dropped: tuple[str, ...] = OWN) -> dict[str, str]:
+    """Return the environment, by default for other projects: without this run's own."""
     return {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+
+
+def names_of_databases() -> dict[str, str]:
+    """Return what to add to the environment of a process that takes the test's."""
+    names = {alias: connections[alias].settings_dict["NAME"] for alias in connections}
+    return {"DBLOCKS_TEST_NAMES": json.dumps(names, default=str)}
 
 
 def run_python(
