@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from django.conf import settings
@@ -712,8 +713,15 @@ MUTANTS = [
 ]
 
 
-def survives(mutant: Mutant, folder: Path) -> str | None:
-    """Run its tests on a changed copy; return their output if none of them failed.
+class Outcome(NamedTuple):
+    """What became of a mutant, and what its tests printed."""
+
+    survived: bool
+    output: str
+
+
+def survives(mutant: Mutant, folder: Path) -> Outcome:
+    """Run its tests on a changed copy, and tell whether all of them passed.
 
     Raises:
         AssertionError: It can't be said to have died: locks don't work at all, or a
@@ -766,11 +774,9 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
         )
     if result.returncode not in {0, 1}:
         raise AssertionError(f"{mutant.name}: no tests\n{written.read_text()}")
-    if result.returncode == 0:
-        return written.read_text()
-    if not died(report):
+    if result.returncode == 1 and not died(report):
         raise AssertionError(f"{mutant.name} is no lock\n{written.read_text()}")
-    return None
+    return Outcome(result.returncode == 0, written.read_text())
 
 
 def died(report: Path) -> bool:

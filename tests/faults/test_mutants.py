@@ -16,7 +16,15 @@ from django.db import connection, transaction
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.faults.mutants import ALL, MUTANTS, ROOT, TIME_LIMIT, Mutant, survives
+from tests.faults.mutants import (
+    ALL,
+    MUTANTS,
+    ROOT,
+    TIME_LIMIT,
+    Mutant,
+    Outcome,
+    survives,
+)
 from tests.faults.scale import FULL
 from tests.support.factories import let_expire, stored
 from tests.support.fixtures import in_memory
@@ -32,7 +40,7 @@ CONTROL = Mutant(
 )
 AT_A_TIME = int(os.environ.get("DBLOCKS_FAULTS_JOBS") or 2)
 
-Verdict = Callable[[Mutant], "str | None"]
+Verdict = Callable[[Mutant], Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def verdict(
     ]
     if "test_no_mutant_lives" in {item.name for item in request.session.items}:
         chosen.insert(0, CONTROL)
-    trials: dict[str, Future[str | None]] = {}
+    trials: dict[str, Future[Outcome]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for number, mutant in enumerate(chosen):
             folder = tmp_path_factory.mktemp(f"mutant{number}", numbered=False)
@@ -64,15 +72,16 @@ def test_mutant_dies(
     mutant: Mutant, committed: None, verdict: Verdict, figures: dict[str, Any]
 ) -> None:
     """A lock without this condition turns the tests red."""
-    output = verdict(mutant)
-    assert output is None, f"{mutant.name} survives\n{output}"
+    survived, output = verdict(mutant)
+    assert not survived, f"{mutant.name} survives\n{output}"
     figures["killed"] = 1
 
 
 @pytest.mark.timeout(len(MUTANTS) * TIME_LIMIT)
 def test_no_mutant_lives(committed: None, verdict: Verdict) -> None:
     """The control: the tests that kill pass in a copy that nothing was changed in."""
-    assert verdict(CONTROL)
+    survived, output = verdict(CONTROL)
+    assert survived, output
 
 
 def test_mutants_are_mutants(tmp_path: Path) -> None:

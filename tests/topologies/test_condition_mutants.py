@@ -44,5 +44,5 @@ def test_mutant_dies(mutant: Mutant, committed: None, tmp_path: Path) -> None:
     """Without it, the tests turn red."""
     if mutant.quick != connection.vendor:
         pytest.skip(f"is a fault beside {mutant.quick}")
-    output = survives(mutant, tmp_path)
-    assert output is None, f"{mutant.name} survives\n{output}"
+    survived, output = survives(mutant, tmp_path)
+    assert not survived, f"{mutant.name} survives\n{output}"
