@@ -180,6 +180,21 @@ def test_another_writer_counts_in_the_timeout(
     assert lock().acquire(timeout=0).release() is True
 
 
+@pytest.mark.parametrize("own", [100, 60000])
+def test_own_timeout_of_a_connection(lock: Locks, key: str, own: int) -> None:
+    """The caller's timeout counts, whether the connection's is shorter or longer."""
+    connection.close()
+    with connection.cursor() as cursor:
+        cursor.execute(f"PRAGMA busy_timeout = {own}")
+    try:
+        with another_writer(), takes(1.4, 1.5 + SLACK):
+            assert lock().try_acquire(timeout=1.5) is None
+        with another_writer(0.5), takes(0.3, 0.5 + SLACK):
+            assert lock().acquire(timeout=DEADLINE).release() is True
+    finally:
+        connection.close()
+
+
 @pytest.mark.parametrize("timeout", [0, 1.5])
 def test_several_keys_beside_another_writer(
     key: str, timeout: float, monkeypatch: pytest.MonkeyPatch
