@@ -649,18 +649,23 @@ def test_permit_that_comes_free_wakes_one(workers: Workers, key: str) -> None:
     for waiter in waiters:
         waiter.expect("asks")
     time.sleep(scaled(1))
-    heard: list[str] = []
+    heard: list[tuple[str, int]] = []
 
-    def hear() -> list[str]:
-        for waiter in waiters:
-            heard.extend(waiter.told())
-        return heard
+    def who(told: str, since: int = 0) -> list[int]:
+        for number, waiter in enumerate(waiters):
+            heard.extend((each, number) for each in waiter.told())
+        return [number for each, number in heard[since:] if each == told]
 
     for number, holder in enumerate(holders, 1):
-        before = hear().count("asks")
+        who("asks")
+        before = len(heard)
         holder.tell("release")
-        eventually(lambda n=number: hear().count("held") == n, what="a grant")
-        always(lambda n=number: hear().count("held") == n, during=0.5, what="one")
-        assert 1 <= hear().count("asks") - before <= 2
+        eventually(lambda n=number: len(who("held")) == n, what="a grant")
+        always(lambda n=number: len(who("held")) == n, during=0.5, what="one")
+        asked = who("asks", since=before)
+        assert 1 <= len(set(asked)) <= 2
+        # InnoDB unlocks a row after others can see the commit: who came in between
+        # passes over the row, and asks once more.
+        assert len(asked) <= 2 * len(set(asked))
     for waiter in waiters:
         waiter.kill()
