@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import OperationalError
@@ -39,35 +39,19 @@ def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
             ask(f"PRAGMA busy_timeout = {before}").fetchone()
 
 
-class _Facts(NamedTuple):
-    """What a connection said when it was new.
-
-    Attributes:
-        raw: The driver's connection, which another one may replace.
-        has_wal: Readers and the writer don't block each other.
-        timeout: Seconds for which its statements wait for SQLite's locks.
-    """
-
-    raw: object
-    has_wal: bool
-    timeout: float
-
-
-def _facts(connection: Any) -> _Facts | None:
-    """Return what is known of a connection; ``None`` while readers are kept out."""
+def _has_wal(connection: Any) -> bool:
+    """Tell whether readers and the writer don't block each other."""
     raw = connection.connection
-    known: _Facts | None = connection.__dict__.get("_dblocks_facts")
-    if known is None or known.raw is not raw:
-        timeout = raw.execute("PRAGMA busy_timeout").fetchone()[0] / 1000
+    known: tuple[object, bool] | None = connection.__dict__.get("_dblocks_wal")
+    if known is None or known[0] is not raw:
         try:
             with busy_timeout(connection, 0.0):
                 mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
         except connection.Database.OperationalError:
-            return None
-        known = connection.__dict__["_dblocks_facts"] = _Facts(
-            raw, mode == "wal", timeout
-        )
-    return known
+            # Somebody is keeping readers out.
+            return False
+        known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
+    return known[1]
 
 
 def _timeout(connection: Connection) -> float:
@@ -116,8 +100,7 @@ class SQLite(Dialect):
             return UNBOUNDED
         if connection.connection is None:
             connection.ensure_connection()
-        facts = _facts(connection)
-        if facts is None or not facts.has_wal:
+        if not _has_wal(connection):
             # A statement that waits for readers, in order to commit, keeps them from
             # writing: SQLite refuses their writes at once, and they fail. But if one
             # reader follows another, only such a wait ever succeeds.
@@ -126,10 +109,12 @@ class SQLite(Dialect):
             if _timeout(connection) > BRIEF:
                 return UNBOUNDED
             patience = 0.0
-        # What waits for less than it may is repeated.
-        if 0 < facts.timeout <= patience - waited:
+        left = max(0.0, patience - waited)
+        raw: Any = connection.connection
+        # Whoever gives up sooner is repeated; to change it takes longer than to ask.
+        if 0 < raw.execute("PRAGMA busy_timeout").fetchone()[0] <= left * 1000:
             return UNBOUNDED
-        return busy_timeout(connection, max(0.0, patience - waited))
+        return busy_timeout(connection, left)
 
     def pause(self, attempt: int) -> float:
         # SQLite itself looks ever less often, in the end ten times a second, and never
