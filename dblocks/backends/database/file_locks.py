@@ -195,9 +195,7 @@ def gate_of(connection: Connection, key: str) -> FileLock | None:
     path = str(connection.settings_dict["NAME"])
     if not AVAILABLE or path.startswith("file:"):
         return None
-    return FileLock(
-        _real_path(path if os.path.isabs(path) else os.path.abspath(path)), key
-    )
+    return FileLock(_real_path(os.path.abspath(path)), key)
 
 
 #: A file has one queue, by whatever name. Following links takes longer than a lock.

@@ -22,14 +22,22 @@ BRIEF = 1
 
 
 @contextmanager
-def busy_timeout(connection: Connection, limit: float) -> Iterator[None]:
-    """Bound how long SQLite waits for its locks, in seconds."""
+def busy_timeout(
+    connection: Connection, limit: float, *, repeated: bool = False
+) -> Iterator[None]:
+    """Bound how long SQLite waits for its locks, in seconds.
+
+    ``repeated``: what gives up sooner is repeated, so a shorter timeout may stay.
+    """
     if connection.connection is None:
         connection.ensure_connection()
     # Not through Django's cursor: this calls only the library and touches no file.
     raw: Any = connection.connection
     ask = raw.cursor().execute
     before = ask("PRAGMA busy_timeout").fetchone()[0]
+    if repeated and 0 < before <= limit * 1000:
+        yield
+        return
     ask(f"PRAGMA busy_timeout = {min(round(limit * 1000), 2**31 - 1)}").fetchone()
     try:
         yield
@@ -109,12 +117,7 @@ class SQLite(Dialect):
             if _timeout(connection) > BRIEF:
                 return UNBOUNDED
             patience = 0.0
-        left = max(0.0, patience - waited)
-        raw: Any = connection.connection
-        # Whoever gives up sooner is repeated; to change it takes longer than to ask.
-        if 0 < raw.execute("PRAGMA busy_timeout").fetchone()[0] <= left * 1000:
-            return UNBOUNDED
-        return busy_timeout(connection, left)
+        return busy_timeout(connection, max(0.0, patience - waited), repeated=True)
 
     def pause(self, attempt: int) -> float:
         # SQLite itself looks ever less often, in the end ten times a second, and never
