@@ -666,6 +666,6 @@ def test_permit_that_comes_free_wakes_one(workers: Workers, key: str) -> None:
         assert 1 <= len(set(asked)) <= 2
         # InnoDB unlocks a row after others can see the commit: who came in between
         # passes over the row, and asks once more.
-        assert len(asked) <= 2 * len(set(asked))
+        assert len(asked) <= 2 + (connection.vendor == "mysql")
     for waiter in waiters:
         waiter.kill()

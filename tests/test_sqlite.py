@@ -184,11 +184,11 @@ def test_another_writer_counts_in_the_timeout(
 def test_own_timeout_of_a_connection(lock: Locks, key: str, own: int) -> None:
     """The caller's timeout counts, whether the connection's is shorter or longer."""
     connection.close()
-    for now in (100, own):
-        with connection.cursor() as cursor:
-            cursor.execute(f"PRAGMA busy_timeout = {now}")
-        lock().acquire(timeout=DEADLINE).release()
     try:
+        for now in (100, own):
+            with connection.cursor() as cursor:
+                cursor.execute(f"PRAGMA busy_timeout = {now}")
+            lock().acquire(timeout=DEADLINE).release()
         with another_writer(), takes(1.4, 1.5 + SLACK):
             assert lock().try_acquire(timeout=1.5) is None
         with another_writer(0.5), takes(0.3, 0.5 + SLACK):
