@@ -17,7 +17,7 @@ from django.db import connection, transaction
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
-from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock
+from dblocks import Lease, LeaseLost, Lock, LockTimeout, clock, distributed_lock
 from dblocks.backends.database import several_rows
 from dblocks.backends.values import Grant, Reading, Request
 from dblocks.conf import backends
@@ -167,9 +167,11 @@ def test_lost_by_force(acquire: Leases, key: str) -> None:
 
 def test_lost_to_somebody_else(acquire: Leases, key: str) -> None:
     """Where somebody else has the key by then, the reason is taken."""
-    lease = acquire(lease=scaled(1.5))
+    lease = acquire(lease=60)
     let_expire(key)
     theirs = distributed_lock(key, owner="somebody else").acquire(timeout=0)
+    # It is due for its renewal only now.
+    clock.advance(lease.remaining() / 2)
     eventually(lambda: not lease.held, within=scaled(0.5 + 0.5), what="the loss")
     assert lease.lost_reason == "taken"
     assert theirs.release() is True

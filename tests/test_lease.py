@@ -13,7 +13,7 @@ import pytest
 from django.db.backends.utils import CursorWrapper
 
 import dblocks
-from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock
+from dblocks import Lease, LeaseLost, Lock, clock, current_lease, distributed_lock
 from dblocks.conf import backends
 from dblocks.test import move_clock
 from tests.support.fixtures import OtherThread
@@ -446,9 +446,11 @@ def test_forced_out_beside_its_successor(
     acquire: Leases, lock: Locks, key: str, backend: str, other: OtherThread
 ) -> None:
     """Renewing the successor, in the same process, doesn't renew who was forced out."""
-    first = acquire(lease=scaled(1.5))
+    first = acquire(lease=60)
     assert backends[backend].force_release(key)
-    second = other.do(lock(lease=scaled(1.5)).acquire)
+    second = other.do(lock(lease=60).acquire)
+    # Both are due from now on, and neither was before the key had its successor.
+    clock.advance(second.remaining() / 2)
     eventually(lambda: not first.held, within=scaled(0.5) + SLACK, what="the loss")
     assert first.lost_reason == "taken"
     assert second.held
