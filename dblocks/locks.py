@@ -350,14 +350,15 @@ class Lock(Generic[L]):
     def _leave(self, frame: FrameType | None) -> L:
         """Return the lease of the block that is left, which counts as left."""
         inside = list(self._entered)
+        if len(inside) == 1:
+            self._entered.remove(inside[0])
+            return inside[0].lease
         found = [x for x in inside if frame is not None and x.frame is frame]
         if not found:
             # An ExitStack enters and leaves in frames of its own.
             me = owners.current()
             mine = [x for x in inside if x.by is me]
             found = [x for x in mine if x.frame is None] or mine
-        if not found and len(inside) == 1:
-            found = inside
         if not found:
             raise RuntimeError(f"{self!r} is left where it was not entered.")
         self._entered.remove(found[-1])

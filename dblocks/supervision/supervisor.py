@@ -199,8 +199,8 @@ class Supervisor:
             return
         self.terminal.take_back(self.group.id)
         self.say(
-            f"stopped; the lease isn't renewed meanwhile: it ends in "
-            f"{self.lease.remaining():.0f} s, and the command with it"
+            f"stopped; the lease isn't renewed meanwhile: the command is terminated in "
+            f"{max(0.0, self._time_left()):.0f} s, before it ends"
         )
         self.signals.let_stops()
         # The whole job, as the terminal does, or the shell would go on waiting for it.

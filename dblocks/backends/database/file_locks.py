@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
@@ -48,14 +48,23 @@ AVAILABLE = (
     and struct.calcsize("P") == 8
 )
 
-KEPT_IDLE = 8
-"""The most descriptors of a file that are kept for later gates."""
+KEPT_IDLE = 32
+"""The most descriptors of a file that are kept for later gates: of a set, all."""
 
 MOST_ASKERS = 64
 """The most threads of this process that queue in the kernel; others do without."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, process."""
+
+
+@lru_cache(maxsize=1024)
+def _flock(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+_idle: dict[str, deque[_Descriptor]] = {}
+_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
 
 
 class _Descriptor:
@@ -68,45 +77,37 @@ class _Descriptor:
         # As SQLite does for its own files next to the database.
         mode = os.stat(path).st_mode & 0o666
         self._number = os.open(path + SUFFIX, os.O_RDWR | os.O_CREAT, mode)
-        self._file = os.fstat(self._number)
         _open.add(self)
 
     @classmethod
     def take(cls, path: str) -> _Descriptor:
-        idle = _idle.setdefault(path, deque())
-        with suppress(IndexError):
+        try:
+            idle = _idle[path]
             while True:
                 descriptor = idle.pop()
                 if descriptor.is_current():
                     return descriptor
                 descriptor.close()
-        return cls(path)
+        except (KeyError, IndexError):
+            return cls(path)
 
     def is_current(self) -> bool:
-        """Tell whether this is still the file that others would open."""
-        try:
-            return os.path.samestat(os.stat(self._path + SUFFIX), self._file)
-        except FileNotFoundError:
-            return False
+        """Tell whether its file is still there, for others to open."""
+        return self._number >= 0 and os.fstat(self._number).st_nlink > 0
 
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
         idle = _idle.setdefault(self._path, deque())
-        if len(idle) >= KEPT_IDLE:
+        if self._number < 0 or len(idle) >= KEPT_IDLE:
             self.close()
-            return
-        # As a new object: the garbage collector may be about to finalize this one, if
-        # the gate that gives it back is garbage too.
-        kept = _Descriptor.__new__(_Descriptor)
-        kept._path, kept._file = self._path, self._file
-        kept._number, self._number = self._number, -1
-        if kept._number >= 0:
-            _open.add(kept)
-            idle.append(kept)
+        elif self not in idle:
+            idle.append(self)
 
-    def __del__(self) -> None:
-        # A lock that an interrupt kept from its gate is freed here.
-        self.close()
+    def __del__(self, _idle: dict[str, deque[_Descriptor]] = _idle) -> None:
+        # A lock that an interrupt kept from its gate is freed here. The collector calls
+        # this too if the gate that gives it back is garbage; it is kept then.
+        if self not in _idle.get(self._path, ()):
+            self.close()
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Lock a byte; tell whether that succeeded."""
@@ -129,17 +130,13 @@ class _Descriptor:
             self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
     def _call(self, command: int, kind: int, byte: int) -> bytes:
-        flock = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
-        return fcntl.fcntl(self._number, command, flock)
+        return fcntl.fcntl(self._number, command, _flock(kind, byte))
 
     def close(self) -> None:
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
 
-
-_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
-_idle: dict[str, deque[_Descriptor]] = {}
 
 _mutex = threading.RLock()
 """Held for an instant by whoever changes the gate of an asker."""
@@ -195,7 +192,9 @@ def gate_of(connection: Connection, key: str) -> FileLock | None:
     path = str(connection.settings_dict["NAME"])
     if not AVAILABLE or path.startswith("file:"):
         return None
-    return FileLock(_real_path(os.path.abspath(path)), key)
+    if not path.startswith("/"):
+        path = os.path.abspath(path)
+    return FileLock(_real_path(path), key)
 
 
 #: A file has one queue, by whatever name. Following links takes longer than a lock.
@@ -206,12 +205,11 @@ class FileLock(Gate):
     """A gate for one key of one database."""
 
     _descriptor: _Descriptor | None = None
+    _bell: threading.Lock | None = None
 
     def __init__(self, path: str, key: str) -> None:
         self._path = path
         self._byte = int.from_bytes(digest(path, key)[:7], "big") * 2
-        self._bell = threading.Lock()
-        self._bell.acquire()
 
     def try_enter(self) -> bool:
         """Enter if nobody has the key's byte or queues for it."""
@@ -237,6 +235,10 @@ class FileLock(Gate):
 
     def enter(self, seconds: float) -> None:
         new = None
+        if self._bell is None:
+            bell = threading.Lock()
+            bell.acquire()
+            self._bell = bell
         try:
             with _mutex:
                 if not self._asks() and not self.try_enter():
@@ -274,8 +276,9 @@ class FileLock(Gate):
     def receive(self, descriptor: _Descriptor) -> None:
         """Enter, with what an asker has got."""
         self._descriptor, self.held = descriptor, True
-        with suppress(RuntimeError):
-            self._bell.release()
+        if self._bell is not None:
+            with suppress(RuntimeError):
+                self._bell.release()
 
     def leave(self) -> None:
         with _mutex:

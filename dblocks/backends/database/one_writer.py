@@ -55,8 +55,10 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 def _once_settled(ask: Callable[[bool], T]) -> T:
     for pause in PAUSES:
-        with suppress(_ChangesHands):
+        try:
             return ask(True)
+        except _ChangesHands:
+            pass
         time.sleep(pause)
     return ask(False)
 
@@ -76,7 +78,8 @@ def _take_one(
                 return seen
         answer = table.take(connection, request)
         if isinstance(answer, Granted) and entered:
-            answer, entrance = answer._replace(gate=entrance), None
+            answer = Granted(answer.grant, answer.limit, answer.again, entrance)
+            entrance = None
         return answer
     finally:
         if entrance is not None:

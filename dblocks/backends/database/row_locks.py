@@ -26,7 +26,7 @@ from ...validation import RowWait
 from ..values import FOREVER, Reading
 from . import dialects, table, transactions
 from .connections import reading_beside, run
-from .dialects.sqlite import busy_timeout
+from .dialects.sqlite import BusyTimeout
 from .expressions import UtcNow
 
 PATIENCE = 1.0
@@ -408,7 +408,7 @@ def _bounded(connection: Connection, limit: float) -> Iterator[None]:
     started = time.monotonic()
     dialect = dialects.of(connection)
     try:
-        with busy_timeout(connection, limit):
+        with BusyTimeout(connection, limit):
             yield
     except OperationalError as error:
         waited = time.monotonic() - started >= 0.9 * limit

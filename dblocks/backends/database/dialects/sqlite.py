@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -21,30 +21,39 @@ BRIEF = 1
 """Seconds of the driver's timeout up to which waits, but for connecting, are ours."""
 
 
-@contextmanager
-def busy_timeout(
-    connection: Connection, limit: float, *, repeated: bool = False
-) -> Iterator[None]:
-    """Bound how long SQLite waits for its locks, in seconds.
+class BusyTimeout:
+    """Bounds how long SQLite waits for its locks, in seconds.
+
+    A class, because a generator's context takes longer than all of its statements.
 
     ``repeated``: what gives up sooner is repeated, so a shorter timeout may stay.
     """
-    if connection.connection is None:
-        connection.ensure_connection()
-    # Not through Django's cursor: this calls only the library and touches no file.
-    raw: Any = connection.connection
-    ask = raw.cursor().execute
-    before = ask("PRAGMA busy_timeout").fetchone()[0]
-    if repeated and 0 < before <= limit * 1000:
-        yield
-        return
-    ask(f"PRAGMA busy_timeout = {min(round(limit * 1000), 2**31 - 1)}").fetchone()
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_before", "_connection", "_limit", "_raw", "_repeated")
+
+    def __init__(
+        self, connection: Connection, limit: float, *, repeated: bool = False
+    ) -> None:
+        self._connection = connection
+        self._limit = min(round(limit * 1000), 2**31 - 1)
+        self._repeated = repeated
+        self._before: int | None = None
+
+    def __enter__(self) -> None:
+        if self._connection.connection is None:
+            self._connection.ensure_connection()
+        # Not through Django's cursor: this calls only the library and touches no file.
+        raw: Any = self._connection.connection
+        before = raw.execute("PRAGMA busy_timeout").fetchone()[0]
+        if self._repeated and 0 < before <= self._limit:
+            return
+        self._raw, self._before = raw, before
+        raw.execute(f"PRAGMA busy_timeout = {self._limit}").fetchone()
+
+    def __exit__(self, *exc_info: object) -> None:
         # If it was reopened meanwhile, the new connection has a timeout of its own.
-        if connection.connection is raw:
-            ask(f"PRAGMA busy_timeout = {before}").fetchone()
+        if self._before is not None and self._connection.connection is self._raw:
+            self._raw.execute(f"PRAGMA busy_timeout = {self._before}").fetchone()
 
 
 def _has_wal(connection: Any) -> bool:
@@ -53,7 +62,7 @@ def _has_wal(connection: Any) -> bool:
     known: tuple[object, bool] | None = connection.__dict__.get("_dblocks_wal")
     if known is None or known[0] is not raw:
         try:
-            with busy_timeout(connection, 0.0):
+            with BusyTimeout(connection, 0.0):
                 mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
         except connection.Database.OperationalError:
             # Somebody is keeping readers out.
@@ -112,12 +121,12 @@ class SQLite(Dialect):
             # A statement that waits for readers, in order to commit, keeps them from
             # writing: SQLite refuses their writes at once, and they fail. But if one
             # reader follows another, only such a wait ever succeeds.
-            return busy_timeout(connection, 0.0 if waited < STARVED else 0.1)
+            return BusyTimeout(connection, 0.0 if waited < STARVED else 0.1)
         if patience is None:
             if _timeout(connection) > BRIEF:
                 return UNBOUNDED
             patience = 0.0
-        return busy_timeout(connection, max(0.0, patience - waited), repeated=True)
+        return BusyTimeout(connection, max(0.0, patience - waited), repeated=True)
 
     def pause(self, attempt: int) -> float:
         # SQLite itself looks ever less often, in the end ten times a second, and never
