@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import sqlite3
+import sys
 import threading
 import time
 import warnings
@@ -34,7 +35,7 @@ from dblocks.backends.database import (
     several_rows,
     table,
 )
-from dblocks.backends.database.dialects.sqlite import SQLite
+from dblocks.backends.database.dialects.sqlite import BusyTimeout, SQLite
 from dblocks.backends.gates import GateClosed
 from dblocks.conf import backends
 from dblocks.test import move_clock
@@ -248,6 +249,18 @@ def test_patience_is_left_as_found(lock: Locks, key: str, workers: Workers) -> N
     with another_writer():
         assert lock().try_acquire() is None
     assert patience() == before
+    # A signal handler that raises keeps the block from being left.
+    bound = BusyTimeout(connection, 0.5)
+    bound.__enter__()
+    assert patience() == 500
+    del bound
+    assert patience() == before
+
+
+def test_longest_timeout(lock: Locks) -> None:
+    """However long the wait, SQLite is told of no more than it can count."""
+    with lock(timeout=sys.float_info.max) as lease:
+        assert lease.held
 
 
 # The holder's own transactions
@@ -553,14 +566,20 @@ def test_forked_child_keeps_no_lock(
 
 
 @pytest.mark.usefixtures("queue")
-def test_file_that_is_gone(lock: Locks, workers: Workers, key: str) -> None:
-    """To delete the file costs the order for a while, and no grant."""
+@pytest.mark.parametrize("moved", [False, True])
+def test_file_that_is_gone(
+    lock: Locks, workers: Workers, key: str, moved: bool
+) -> None:
+    """To delete or move the file costs the order for a while, and no grant."""
     assert lock().acquire(timeout=0).release() is True
     name = Path(str(connection.settings_dict["NAME"]) + file_locks.SUFFIX)
     assert name.stat().st_size == 0
     holder = workers.start("hold", key=key)
     holder.expect("held")
-    name.unlink()
+    if moved:
+        name.rename(name.with_suffix(".moved"))
+    else:
+        name.unlink()
     waiter = workers.start("hold", key=key, timeout=DEADLINE)
     assert lock().try_acquire() is None
     holder.tell("release")
@@ -788,6 +807,27 @@ def test_gate_that_is_garbage(tmp_path: Path) -> None:
     gc.collect()
     [kept] = file_locks._idle[path]
     assert kept.is_free(0)
+
+
+@pytest.mark.usefixtures("queue")
+def test_descriptor_that_is_taken_while_it_is_collected(tmp_path: Path) -> None:
+    """Whoever takes a descriptor out again, before the collection is over, keeps it."""
+    database = tmp_path / "database"
+    database.touch()
+    taken: list[file_locks._Descriptor] = []
+
+    class Gate:
+        def __del__(self) -> None:
+            self.descriptor.give_back()
+            taken.append(file_locks._Descriptor.take(str(database)))
+
+    gate: Any = Gate()
+    gate.descriptor = file_locks._Descriptor(str(database))
+    gate.descriptor.gate = gate
+    del gate
+    gc.collect()
+    [descriptor] = taken
+    assert descriptor.lock(0)
 
 
 # A queue that can't be had: the waiter looks from time to time instead

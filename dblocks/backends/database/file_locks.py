@@ -63,10 +63,6 @@ def _flock(kind: int, byte: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
-_idle: dict[str, deque[_Descriptor]] = {}
-_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
-
-
 class _Descriptor:
     """An open file description, which locks bytes for one gate at a time."""
 
@@ -77,6 +73,8 @@ class _Descriptor:
         # As SQLite does for its own files next to the database.
         mode = os.stat(path).st_mode & 0o666
         self._number = os.open(path + SUFFIX, os.O_RDWR | os.O_CREAT, mode)
+        file = os.fstat(self._number)
+        self._file = file.st_ino, file.st_dev
         _open.add(self)
 
     @classmethod
@@ -92,22 +90,31 @@ class _Descriptor:
             return cls(path)
 
     def is_current(self) -> bool:
-        """Tell whether its file is still there, for others to open."""
-        return self._number >= 0 and os.fstat(self._number).st_nlink > 0
+        """Tell whether this is still the file that others would open."""
+        try:
+            file = os.stat(self._path + SUFFIX)
+        except FileNotFoundError:
+            return False
+        return (file.st_ino, file.st_dev) == self._file
 
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
         idle = _idle.setdefault(self._path, deque())
-        if self._number < 0 or len(idle) >= KEPT_IDLE:
+        if len(idle) >= KEPT_IDLE:
             self.close()
-        elif self not in idle:
-            idle.append(self)
+            return
+        # As a new object: the garbage collector may be about to finalize this one, if
+        # the gate that gives it back is garbage too.
+        kept = _Descriptor.__new__(_Descriptor)
+        kept._path, kept._file = self._path, self._file
+        kept._number, self._number = self._number, -1
+        if kept._number >= 0:
+            _open.add(kept)
+            idle.append(kept)
 
-    def __del__(self, _idle: dict[str, deque[_Descriptor]] = _idle) -> None:
-        # A lock that an interrupt kept from its gate is freed here. The collector calls
-        # this too if the gate that gives it back is garbage; it is kept then.
-        if self not in _idle.get(self._path, ()):
-            self.close()
+    def __del__(self) -> None:
+        # A lock that an interrupt kept from its gate is freed here.
+        self.close()
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Lock a byte; tell whether that succeeded."""
@@ -137,6 +144,9 @@ class _Descriptor:
         if number >= 0:
             os.close(number)
 
+
+_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
+_idle: dict[str, deque[_Descriptor]] = {}
 
 _mutex = threading.RLock()
 """Held for an instant by whoever changes the gate of an asker."""

@@ -29,15 +29,14 @@ class BusyTimeout:
     ``repeated``: what gives up sooner is repeated, so a shorter timeout may stay.
     """
 
-    __slots__ = ("_before", "_connection", "_limit", "_raw", "_repeated")
+    _before: int | None = None
 
     def __init__(
         self, connection: Connection, limit: float, *, repeated: bool = False
     ) -> None:
         self._connection = connection
-        self._limit = min(round(limit * 1000), 2**31 - 1)
+        self._limit = round(min(limit * 1000, 2**31 - 1))
         self._repeated = repeated
-        self._before: int | None = None
 
     def __enter__(self) -> None:
         if self._connection.connection is None:
@@ -51,9 +50,15 @@ class BusyTimeout:
         raw.execute(f"PRAGMA busy_timeout = {self._limit}").fetchone()
 
     def __exit__(self, *exc_info: object) -> None:
+        before, self._before = self._before, None
         # If it was reopened meanwhile, the new connection has a timeout of its own.
-        if self._before is not None and self._connection.connection is self._raw:
-            self._raw.execute(f"PRAGMA busy_timeout = {self._before}").fetchone()
+        if before is not None and self._connection.connection is self._raw:
+            self._raw.execute(f"PRAGMA busy_timeout = {before}").fetchone()
+
+    def __del__(self) -> None:
+        # A signal handler that raises may have kept the block from being left.
+        if self._before is not None:
+            self.__exit__()
 
 
 def _has_wal(connection: Any) -> bool:
