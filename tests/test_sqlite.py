@@ -580,6 +580,8 @@ def test_file_that_is_gone(
         name.rename(name.with_suffix(".moved"))
     else:
         name.unlink()
+    assert lock(key=f"{key}:2").acquire(timeout=0).release() is True
+    assert name.exists()
     waiter = workers.start("hold", key=key, timeout=DEADLINE)
     assert lock().try_acquire() is None
     holder.tell("release")
