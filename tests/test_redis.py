@@ -480,6 +480,27 @@ def test_clock_set_back(here: Any, key: str) -> None:
     assert token_of(f"{key}:held") > (lease.fencing_token or 0)
 
 
+@pytest.mark.parametrize("verb", ["release", "renew", "several", "force"])
+def test_version_of_the_future(here: Any, key: str, verb: str) -> None:
+    """A row is kept for as long as a new one would have smaller tokens."""
+    names = [key, f"{key}!"]
+    distributed_lock(*names).acquire(timeout=0).release()
+    days = 86_400_000
+    for name in names:
+        here.hincrby(engine()._server.row(name), "version", 9 * days * 1000)
+    asked = names if verb == "several" else names[:1]
+    lease = distributed_lock(*asked, lease=30).acquire(timeout=0)
+    if verb == "renew":
+        lease.renew()
+    elif verb == "force":
+        assert engine().force_release(key) is True
+    else:
+        assert lease.release() is True
+    for name in asked:
+        assert here.pttl(engine()._server.row(name)) > 9 * days
+    lease.release()
+
+
 # Settings
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from redis.exceptions import RedisError
 from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
-from dblocks.backends.values import Grant, Request
+from dblocks.backends.values import Grant, Renewed, Request
 from dblocks.conf import backends
+from dblocks.holding.registry import registry
 from tests.faults.crew import Crew
 from tests.faults.exclusion import exclude
 from tests.faults.proxy import Proxy
@@ -410,3 +411,140 @@ def test_force_release_of_what_no_majority_granted(
     for server in backends["default"]._servers[:2]:  # type: ignore[attr-defined]
         server.acquire(request)
     assert backends["default"].force_release(key) is False
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Give a context in which some servers of an alias aren't reached."""
+
+    @contextmanager
+    def keep_off(alias: str, *numbers: int) -> Iterator[None]:
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise redis.ConnectionError("not reached")
+
+        with monkeypatch.context() as patch:
+            for number in numbers:
+                client = backends[alias]._servers[number].client  # type: ignore[attr-defined]
+                patch.setattr(client, "run", refuse)
+            yield
+
+    return keep_off
+
+
+@pytest.mark.parametrize("verb", ["join", "enter", "several"])
+def test_holds_that_a_minority_has_not_counted(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any], verb: str
+) -> None:
+    """The last of an owner's holds keeps the key, whichever servers missed others."""
+    keys = [key, f"{key}!"] if verb == "several" else [key]
+    last = OtherThread()
+    alias = "default" if verb == "enter" else "second"
+    first = distributed_lock(*keys, owner="both", lease=30).acquire(timeout=0)
+    others = []
+    for missed in ([0, 1], [2, 3]):
+        by = OtherThread() if verb != "enter" else last
+        lock = distributed_lock(*keys, owner="both", lease=30, backend=alias)
+        with unreachable(alias, *missed):
+            others.append((by, by.do(lock.acquire, 0)))
+    assert first.release() is True
+    by, lease = others[0]
+    assert by.do(lease.release) is True
+    for each in keys:
+        assert distributed_lock(each, lease=30).try_acquire() is None
+    by, lease = others[1]
+    by.do(lease.renew)
+    assert by.do(lease.release) is True
+    for each in keys:
+        assert distributed_lock(each, timeout=0).acquire().release() is True
+    for by, _ in others:
+        by.close()
+    last.close()
+
+
+def test_remains_of_an_owners_earlier_grant(servers: list[Redis], key: str) -> None:
+    """What a minority has of it lapses, however often the owner comes back."""
+    row = Request(key, "me", 1.0, max_hold=10.0, explicit=True, identity="earlier")
+    lock = distributed_lock(key, owner="me", lease=1, timeout=0)
+    lock.acquire().release()
+    for number in (0, 1):
+        server = backends["default"]._servers[number]  # type: ignore[attr-defined]
+        server.acquire(row)
+    give_up = time.monotonic() + 1
+    while time.monotonic() < give_up:
+        assert lock.acquire().release() is True
+        time.sleep(0.05)
+    time.sleep(0.1)
+    # By now it has lapsed there, and gives way to a new one.
+    assert lock.acquire().release() is True
+    assert set(holders(servers, key)) == {""}
+
+
+def test_join_that_is_not_renewed(
+    servers: list[Redis], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A co-owner whose lease isn't whole at a majority hasn't got the key."""
+    first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
+    other = OtherThread()
+    joining = distributed_lock(key, owner="both", lease=30, backend="second")
+    engine: Any = backends["second"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "renew", lambda renewals: Renewed())
+        assert other.do(joining.try_acquire) is None
+    other.close()
+    # Nor has any server counted it.
+    assert first.release() is True
+    assert set(holders(servers, key)) == {""}
+
+
+def test_release_without_a_majority_that_agrees(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+) -> None:
+    """It was held, unless so many refuse that no majority can have the grant."""
+    with unreachable("default", 0, 1):
+        lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    with unreachable("default", 2, 3):
+        assert lease.held
+        assert lease.release() is True
+
+
+def test_lost_holds_that_cant_be_subtracted(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+) -> None:
+    """They are subtracted when the owner comes back once more."""
+    lock = distributed_lock(key, owner="me", lease=30, timeout=0)
+    engine: Any = backends["default"]
+    with unreachable("default", 0, 1):
+        lost = lock.acquire()
+    hold = lost._hold
+    registry.note_forfeited(hold, 1)
+    hold._ends("expired")
+    failing = [server.client for server in engine._servers[2:]]
+    runs = [client.run for client in failing]
+    for client, run in zip(failing, runs, strict=True):
+
+        def fail(script: Any, *args: Any, run: Any = run, **options: Any) -> Any:
+            if script is scripts.FORFEIT:
+                raise redis.ConnectionError("not reached")
+            return run(script, *args, **options)
+
+        client.run = fail
+    with pytest.raises(RedisError):
+        lock.acquire()
+    for client, run in zip(failing, runs, strict=True):
+        client.run = run
+    lease = lock.acquire()
+    assert lease.release() is True
+    assert set(holders(servers, key)) == {""}
+
+
+def test_undo_of_a_co_owner_cools(servers: list[Redis], key: str) -> None:
+    """What an owner has had cools, although a co-owner's attempt ends it."""
+    engine: Any = backends["default"]
+    lock = distributed_lock(key, owner="both", lease=30, hold_at_least=20)
+    lease = lock.acquire(timeout=0)
+    request = Request(key, "both", 30.0, explicit=True, identity="later")
+    granted = {server: [server.acquire(request).grant] for server in engine._servers}
+    assert lease.release() is True
+    engine._undo(request, [], granted)
+    assert set(holders(servers, key)) == {""}
+    assert distributed_lock(key).locked()

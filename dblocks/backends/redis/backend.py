@@ -53,13 +53,23 @@ class RedisBackend(Servers):
         ticket = "" if gate is None else gate.ticket
         answer = self._server.acquire(request, ticket, patience)
         if isinstance(answer, Granted) and answer.again:
-            forfeited = request.forfeits(answer.grant)
-            if forfeited:
-                self._server.forfeit(answer.grant, forfeited)
+            self._forfeit(request, answer.grant)
         if gate is not None:
             is_new = isinstance(answer, Granted) and not answer.again
             gate.answered(granted=is_new)
         return answer
+
+    def _forfeit(self, request: Request, grant: Grant) -> None:
+        """Subtract the holds that an owner who has the key already has lost here."""
+        forfeited = request.forfeits(grant)
+        if not forfeited:
+            return
+        try:
+            self._server.forfeit(grant, forfeited)
+        except BaseException:
+            # The present one is not received by anybody either.
+            request.returns(grant, forfeited + 1)
+            raise
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float

@@ -42,8 +42,9 @@ local GRACE, FORGET, RETAIN, NEXT, APART = 250000, 3600000, 86400000, 3, 20000
 
 local function number(value) return tonumber(value) or 0 end
 
-local function keep(row, expires)
-  redis.call('PEXPIREAT', row, math.ceil(expires / 1000) + RETAIN)
+-- Not before the moment that its version stands for, or later ones would be smaller.
+local function keep(row, expires, version)
+  redis.call('PEXPIREAT', row, math.ceil(math.max(expires, version) / 1000) + RETAIN)
 end
 
 -- Without hold_at_least nothing keeps a row back, not even a clock that is set back.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from ..values import (
     Waiters,
     first_free,
 )
+from .counted import CountedHolds
 from .server import Server
 from .servers import Servers
 
@@ -70,6 +71,9 @@ class QuorumBackend(Servers):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
         self._majority = len(self._servers) // 2 + 1
+        #: How many servers may fail, or refuse, without a majority's doing so.
+        self._spare = len(self._servers) - self._majority
+        self._counted = CountedHolds()
 
     def _client_options(self) -> dict[str, Any]:
         times = dict.fromkeys(
@@ -79,14 +83,19 @@ class QuorumBackend(Servers):
 
     # Asking
 
-    def _ask(self, question: Callable[[Server], T]) -> dict[Server, T]:
-        """Ask all servers in parallel; return the answers of those that answer.
+    def _ask(
+        self,
+        question: Callable[[Server], T],
+        servers: Iterable[Server] | None = None,
+    ) -> dict[Server, T]:
+        """Ask servers in parallel, by default all; return the answers that come.
 
         Raises:
-            RedisError: Fewer than a majority answered.
+            RedisError: Too few are in reach for a majority.
         """
-        answers, errors = self._answers(question, self._servers)
-        if len(answers) < self._majority:
+        asked = self._servers if servers is None else servers
+        answers, errors = self._answers(question, asked)
+        if len(errors) > self._spare:
             raise self._unanswered(errors)
         return answers
 
@@ -154,23 +163,54 @@ class QuorumBackend(Servers):
         limit = min((each.limit for each in agreed), default=0.0)
         left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
         valid = agreed if len(agreed) >= self._majority and left > 0 else []
+        if any(each.again for each in valid) and not self._joined(valid[0], request):
+            valid = []
         useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
         if useless or not valid:
             # A server that lacks a co-owner's grant has made one of its own.
             asked = [Grant(key, request.owner, None, alone.identity)]
             self._undo(alone, asked, useless)
         if valid:
+            if request.explicit:
+                counted = {s for s, each in granted.items() if each in valid}
+                self._counted.note(valid[0].grant, counted)
             return self._entered(request, valid[0]._replace(limit=limit))
         if len(answers) < self._majority:
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
+    def _joined(self, granted: Granted, request: Request) -> bool:
+        """Extend a grant that its owner has entered again; tell whether it was.
+
+        Each server by itself doesn't: what a minority has of an earlier grant would
+        never lapse while the owner comes back.
+        """
+        try:
+            renewed = self.renew([Renewal(granted.grant, request.lease)])
+        except RedisError:
+            return False
+        return granted.grant in renewed.extended
+
     def _entered(self, request: Request, granted: Granted) -> Granted:
         """Subtract the holds that an owner who has the key already has lost here."""
-        forfeited = request.forfeits(granted.grant) if granted.again else 0
-        if forfeited:
-            self._ask(lambda server: server.forfeit(granted.grant, forfeited))
+        grant = granted.grant
+        forfeited = request.forfeits(grant) if granted.again else 0
+        if not forfeited:
+            return granted
+        holds = [self._counted.take(grant) for _ in range(forfeited)]
+        due = Counter(s for each in holds for s in self._servers_of(each))
+        try:
+            self._ask(lambda server: server.forfeit(grant, due[server]), list(due))
+        except BaseException:
+            # The present one is not received by anybody either.
+            request.returns(grant, forfeited + 1)
+            for each in holds:
+                self._counted.note(grant, self._servers_of(each))
+            raise
         return granted
+
+    def _servers_of(self, counted: Collection[Server] | None) -> Collection[Server]:
+        return self._servers if counted is None else counted
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
@@ -185,6 +225,9 @@ class QuorumBackend(Servers):
             limit = granted[0][0].limit
             left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
             if left > 0:
+                counted = [s for s, each in answers.items() if each is not None]
+                for each in granted[0] if request.explicit else ():
+                    self._counted.note(each.grant, counted)
                 return granted[0]
         grants = [Grant(key, request.owner, None, request.identity) for key in keys]
         granting = [server for server, each in answers.items() if each is not None]
@@ -210,18 +253,30 @@ class QuorumBackend(Servers):
             granted = dict.fromkeys(self._servers, asked)
 
         def undo(server: Server) -> set[Grant]:
-            return server.release_all(granted[server], count=count, undo=True)
+            grants = granted[server]
+            # What others have had cools as they were promised.
+            is_new = all(each.identity == request.identity for each in grants)
+            return server.release_all(grants, count=count, undo=is_new)
 
         self._answers(undo, granted)
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
-        return self._renew([renewal], "up" if count is None else count)
+        new = "up" if count is None else count
+        answers = self._ask(lambda server: server.renew([renewal], new))
+        renewed = self._renewed([renewal], answers.values())
+        if count is None and renewed.extended:
+            counted = {s for s, each in answers.items() if each.extended}
+            self._counted.note(renewal.grant, counted)
+        return renewed
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
-        return self._renew(renewals)
+        answers = self._ask(lambda server: server.renew(renewals))
+        return self._renewed(renewals, answers.values())
 
-    def _renew(self, renewals: Sequence[Renewal], count: int | str = "") -> Renewed:
-        answers = self._ask(lambda server: server.renew(renewals, count)).values()
+    def _renewed(
+        self, renewals: Sequence[Renewal], answers: Collection[Renewed]
+    ) -> Renewed:
+        """Return what a majority says."""
         renewed = Renewed()
         for grant, _ in renewals:
             extended = sum(grant in each.extended for each in answers)
@@ -230,16 +285,25 @@ class QuorumBackend(Servers):
                 renewed.extended.add(grant)
                 if any(grant in each.requested for each in answers):
                     renewed.requested.add(grant)
-            elif len(reasons) > len(self._servers) - self._majority:
+            elif len(reasons) > self._spare:
                 renewed.lost[grant] = Counter(reasons).most_common(1)[0][0]
+                self._counted.forget(grant)
         return renewed
 
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
-        answers = self._ask(lambda server: server.release_all(grants, count=count))
-        released = Counter(grant for each in answers.values() for grant in each)
-        return {grant for grant in grants if released[grant] >= self._majority}
+        due: dict[Server, list[Grant]] = {}
+        for grant in grants:
+            counted = None if count is not None else self._counted.take(grant)
+            for server in self._servers_of(counted):
+                due.setdefault(server, []).append(grant)
+        answers = self._ask(lambda s: s.release_all(due[s], count=count), list(due))
+        refused = Counter(
+            grant for s, current in answers.items() for grant in {*due[s]} - current
+        )
+        # As with renewals: lost is what no majority can have any more.
+        return {grant for grant in grants if refused[grant] <= self._spare}
 
     def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
         self._ask(lambda server: server.release_all(grants, count=0, undo=True))

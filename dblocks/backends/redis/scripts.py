@@ -26,15 +26,19 @@ for i = 0, size - 1 do
     if explicit then
       redis.call('HINCRBY', row, 'count', 1)
     end
+    -- What one of several servers has may be no majority's. That is renewed afterwards.
+    local extends = not explicit or id == ''
     if explicit or id <= (f[5] or '') then
       id = f[5] or ''
     else
       -- Asked again: what undoes the earlier request must not undo this one.
       redis.call('HSET', row, 'id', id)
     end
-    expires = math.max(expires, math.min(now + lease, max_until))
-    redis.call('HSET', row, 'expires', expires)
-    keep(row, expires)
+    if extends then
+      expires = math.max(expires, math.min(now + lease, max_until))
+      redis.call('HSET', row, 'expires', expires)
+      keep(row, expires, number(f[2]))
+    end
     return {1, permit, number(f[2]), max_until - now, explicit and 1 or 0, id}
   elseif not soonest or expires < expires_first then
     soonest, expires_first = permit, expires
@@ -64,7 +68,7 @@ redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'cou
   'version', version, 'acquired', now, 'expires', expires,
   'min_until', kept_until(at_least), 'max_until', max_until, 'requested', 0,
   'id', id)
-keep(row, math.max(expires, kept_until(at_least)))
+keep(row, math.max(expires, kept_until(at_least)), version)
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
   redis.call('HDEL', alive, ticket)
@@ -105,7 +109,7 @@ for i, version in ipairs(found) do
     'count', 1, 'version', version, 'acquired', now, 'expires', expires,
     'min_until', kept_until(at_least), 'max_until', max_until,
     'requested', 0, 'id', ARGV[8])
-  keep(row, math.max(expires, kept_until(at_least)))
+  keep(row, math.max(expires, kept_until(at_least)), version)
 end
 return found
 """)
@@ -136,7 +140,7 @@ for i = 1, #KEYS / 4 do
       local free_at = undo and now or math.max(now, number(f[5]))
       redis.call('HSET', row, 'owner', '', 'count', 0, 'expires', free_at,
         'requested', 0, 'id', undo and '' or f[3] or '', 'acts', acts)
-      keep(row, free_at)
+      keep(row, free_at, number(f[2]))
       if redis.call('EXISTS', queue) > 0 then
         if free_at <= now then
           ring(queue, alive, rung)
@@ -165,7 +169,7 @@ for i, row in ipairs(KEYS) do
   if is_grant(f, owner, mark) and expires > now then
     expires = math.max(expires, math.min(now + lease, number(f[5])))
     redis.call('HSET', row, 'expires', expires)
-    keep(row, expires)
+    keep(row, expires, number(f[2]))
     if ARGV[1] == 'up' then
       redis.call('HINCRBY', row, 'count', 1)
     elseif ARGV[1] ~= '' then
@@ -306,7 +310,7 @@ if acquired == 0 or now - acquired < tonumber(ARGV[2]) then return {} end
 redis.call('HSET', row, 'owner', '', 'count', 0, 'version', version + 1,
   'acquired', 0, 'expires', now, 'min_until', 0, 'max_until', 0,
   'requested', 0)
-keep(row, now)
+keep(row, now, version + 1)
 redis.call('RPUSH', act, f[1], f[5], f[2])
 redis.call('PEXPIRE', act, 30000)
 ring(queue, alive, rung)
