@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -41,7 +42,15 @@ from tests.faults.exclusion import exclude
 from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, Workers, resume, run_python, stop
 from tests.support.services import HOST, Server, ZooKeeper, free_port
-from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
+from tests.support.timing import (
+    DEADLINE,
+    SLACK,
+    STEP,
+    always,
+    eventually,
+    scaled,
+    takes,
+)
 
 pytestmark = pytest.mark.engine("zookeeper")
 
@@ -1500,3 +1509,88 @@ def test_answer_to_kazoo() -> None:
     bad.set_exception(ValueError())
     assert (good.ready(), good.successful()) == (True, True)
     assert (bad.ready(), bad.successful()) == (True, False)
+
+
+def test_pause_of_almost_a_lease(own: str, key: str) -> None:
+    """Whoever was silent for long asks only after the leader has resumed the session.
+
+    The server that answers may not have told the leader that the session lives.
+    """
+    lock = distributed_lock(key, backend=own)
+    lock.acquire().release()
+    mine = session(own)
+    number, connection = mine.id, mine.handler._latest
+    held = distributed_lock(f"{key}:held", backend=own).acquire()
+    # As if the process had stood still.
+    mine._heard_at -= 0.6 * engine(own).lease
+    lease = lock.acquire(timeout=DEADLINE)
+    assert mine.handler._latest is not connection
+    assert session(own) is mine
+    assert mine.id == number
+    assert held.held
+    held.renew()
+    assert held.release() is True
+    assert lease.release() is True
+
+
+def test_leftovers_at_a_server_that_is_behind(
+    own: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before leftovers are looked for, the server learns what the leader knows."""
+    mine, sent = session(own), list[str]()
+
+    def noting(name: str) -> Callable[..., Any]:
+        send = getattr(mine.client, name)
+
+        def note(*args: Any) -> Any:
+            sent.append(name)
+            return send(*args)
+
+        return note
+
+    for name in ("sync_async", "get_children_async"):
+        monkeypatch.setattr(mine.client, name, noting(name))
+    mine.sweep(folder(key, own), "mark")
+    assert sent == ["sync_async", "get_children_async"]
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_waiter_in_an_event_loop_that_is_busy(
+    own: str, configure: Configure, server: ZooKeeper, key: str, permits: int
+) -> None:
+    """A loop that stands still keeps others from a free key for a lease at most."""
+    theirs = configure("theirs", LOCATION=server.url())
+    options = {"permits": permits, "timeout": DEADLINE}
+    lock = distributed_lock(key, backend=own, **options)
+    holders = [lock.acquire()]
+    others = [OtherThread() for _ in range(permits - 1)]
+    holders += [each.do(lock.acquire) for each in others]
+    waits, goes_on = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        async with distributed_lock(key, backend=own, **options):
+            pass
+
+    async def stand_still() -> None:
+        waiting = asyncio.create_task(wait())
+        while engine(own).waiters(key).number == 0:
+            await asyncio.sleep(STEP)
+        waits.set()
+        goes_on.wait(3 * DEADLINE)
+        await waiting
+
+    loop = OtherThread()
+    done = loop.start(asyncio.run, stand_still())
+    assert waits.wait(DEADLINE)
+    other = OtherThread()
+    with takes(at_most=engine(own).lease + 2 * SLACK):
+        assert holders[0].release() is True
+        lease = other.do(distributed_lock(key, backend=theirs, **options).acquire)
+    assert other.do(lease.release) is True
+    goes_on.set()
+    # It takes a place anew, and its turn comes.
+    done.result(DEADLINE)
+    for each, held in zip(others, holders[1:], strict=True):
+        assert each.do(held.release) is True
+    for each in (loop, other, *others):
+        each.close()

@@ -67,12 +67,22 @@ class Asking:
     def one(self, session: Session, give_up: float) -> Granted | Reading:
         """Ask for one key; after a fault, clean up and ask again."""
         self._tidy(session)
-        place, request = self._place, self._request
-        if place is not None:
-            # If this fails, its turn hasn't come.
-            place.held = False
-        if place is not None and request.permits == 1:
-            return self._promoted(session, place, give_up)
+        place = self._place
+        if place is None:
+            return self._one(session, give_up)
+        # If this fails, its turn hasn't come.
+        place.held = False
+        if not place.attend():
+            return self.seen(session, give_up)
+        try:
+            if self._request.permits == 1:
+                return self._promoted(session, place, give_up)
+            return self._one(session, give_up)
+        finally:
+            place.rest()
+
+    def _one(self, session: Session, give_up: float) -> Granted | Reading:
+        request = self._request
         while True:
             if request.explicit:
                 again = self._again(session, give_up)
@@ -194,7 +204,9 @@ class Asking:
                 if stat is None or not session.extend(held, sent + request.lease):
                     session.drop(held)
                     continue
-                held.count = max(0, held.count - request.forfeits(held.grant)) + 1
+                # First: a signal handler in there may change the count.
+                lost = request.forfeits(held.grant)
+                held.count = max(0, held.count - lost) + 1
                 return Granted(held.grant, held.max_until - sent, again=True)
         return None
 

@@ -94,6 +94,10 @@ class Connection:
         self.address = address
         self.handler = Handler()
         self._negotiated: float | None = None
+        self._is_opened = False
+        #: Local clock before the latest sign of life that the servers rely on.
+        self._heard_at = 0.0
+        self._hung_up_for = 0.0
         options = dict(address.options)
         options.setdefault(
             "connection_retry",
@@ -113,9 +117,11 @@ class Connection:
         invoke = connection._invoke
 
         def heed(timeout: float, request: Any, xid: int | None = None) -> Any:
+            sent = clock.monotonic()
             answer = invoke(min(timeout, CONNECT_WITHIN), request, xid)
             if xid is None and answer[0].time_out > 0:
                 self._negotiated = answer[0].time_out / 1000
+                self._heard_at = sent
             return answer
 
         connection._invoke = heed
@@ -134,6 +140,7 @@ class Connection:
                 raise self._unreachable()
             self.check()
             self._make_root()
+            self._is_opened = True
         except BaseException:
             self.close()
             raise
@@ -168,13 +175,28 @@ class Connection:
             f"minSessionTimeout and maxSessionTimeout there."
         )
 
+    def was_silent(self) -> bool:
+        """Tell whether the servers have heard nothing for so long that it may be over.
+
+        Then this breaks the connection. A server of an ensemble may answer, and the
+        leader, which hears of that later, may end the session meanwhile. But a session
+        that is resumed is the leader's affair.
+        """
+        heard_at = self._heard_at
+        silent = clock.monotonic() - heard_at > self.address.lease / 2
+        if silent and self.client.connected and self._hung_up_for != heard_at:
+            self._hung_up_for = heard_at
+            self.handler.hang_up()
+        return silent
+
     def is_over(self) -> bool:
         """Tell whether this client never connects again."""
         return self.client.client_state in (KeeperState.CLOSED, KeeperState.AUTH_FAILED)
 
     def close(self) -> None:
         """End the session and all that it holds."""
-        self.handler.breaks_off = not self.client.connected
+        # One that was never used ends by itself; its server may be silent by now.
+        self.handler.breaks_off = not (self._is_opened and self.client.connected)
         with suppress(*ERRORS):
             self.client.stop()
         self.client.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from ... import clock
@@ -33,6 +34,8 @@ class Place(Gate):
         self._bell = Bell()
         #: Emptied by whichever comes first: the grant that keeps the node, or leaving.
         self._claims = [None]
+        #: Local clock since when its waiter has been busy with something else.
+        self._rests_since = math.inf
 
     def patience(self, remaining: float) -> float:
         # Watches report changes, but the reading of the holder must not get too old.
@@ -41,14 +44,44 @@ class Place(Gate):
     def enter(self, seconds: float) -> None:
         until = clock.monotonic() + seconds
         try:
+            self.attend()
             self.held = self._wait(until)
         except PASSING:
             # Next, the waiter asks for the key, with all its patience.
             self.held = False
         finally:
+            self.rest()
             if self._is_left:
                 # If it was left meanwhile, there may have been nothing to delete yet.
                 self._doom()
+
+    def attend(self) -> bool:
+        """Stand at it again; ``False`` if it was given up meanwhile."""
+        session = self.session
+        if session is None:
+            return False
+        with session.mutex:
+            self._rests_since = math.inf
+            return self._session_id is not None
+
+    def rest(self) -> None:
+        """Leave it alone for a while."""
+        self._rests_since = clock.monotonic()
+
+    def expire(self, until: float) -> None:
+        """Give it up if its waiter has been away since then.
+
+        A stopped event loop must not keep others from a free key for ever.
+        """
+        session = self.session
+        if session is None or self._rests_since > until:
+            return
+        with session.mutex:
+            if self._rests_since > until or self._is_left or self._session_id is None:
+                return
+            # The next place has a mark of its own.
+            self._session_id = None
+            session.doom(self.folder, self._mark)
 
     @property
     def _is_left(self) -> bool:
@@ -80,6 +113,7 @@ class Place(Gate):
                 # That session may live on for a while, and its node with it.
                 session.doom(self.folder, self._mark)
             self._mark, self._session_id = nodes.new_mark(request.permits), number
+            session.remember(self)
         return session
 
     def _told(

@@ -11,10 +11,11 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kazoo.exceptions import KazooException
 
@@ -85,6 +86,12 @@ class Leftover:
     mark: str
 
 
+class Resting(Protocol):
+    """What may expire."""
+
+    def expire(self, until: float) -> None: ...
+
+
 class Session(Connection):
     """The grants that a session keeps, and its waiters.
 
@@ -99,6 +106,7 @@ class Session(Connection):
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
         self._bells: set[tuple[str, Bell]] = set()
+        self._resting: set[weakref.ref[Resting]] = set()
         self._leftovers: set[Leftover] = set()
         self._due: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -126,6 +134,10 @@ class Session(Connection):
             # No path means that the connection is lost, and all watches with it.
             if event.path in (None, "", path):
                 bell.ring(event.path)
+
+    def remember(self, place: Resting) -> None:
+        """Have a place expire once nobody stands at it any more."""
+        self._resting.add(weakref.ref(place, self._resting.discard))
 
     # What to delete
 
@@ -196,20 +208,41 @@ class Session(Connection):
         """Delete leftovers for as long as the client lives."""
         while not self.is_over():
             try:
+                due = self._pulse()
                 now = clock.monotonic()
                 self._leftovers |= self._run_out(now)
-                pause = RETRY_AFTER if self._leftovers else self._pause(now)
+                self._expire(now - self.address.lease)
+                ends = [held.expires_at for held in list(self.grants.values())]
+                pause = RETRY_AFTER if self._leftovers else min([due, *ends]) - now
                 with suppress(queue.Empty):
-                    self._due.get(timeout=pause)
+                    self._due.get(timeout=max(0.0, pause))
                 self._tidy_up()
             except Exception:
                 # Without this thread, leases that nobody renews would not run out.
                 logger.exception("failed to delete leftovers")
-                time.sleep(PATIENCE)
+                time.sleep(min(PATIENCE, self.address.lease / PULSES))
+
+    def _pulse(self) -> float:
+        """Have the servers hear from the session; return when to do so again."""
+        now, pause = clock.monotonic(), self.address.lease / PULSES
+        if not self.client.connected or self.was_silent():
+            return now + pause
+        if now >= self._heard_at + pause:
+            self._heard_at = now
+            self.client.exists_async(self.address.root)
+        return self._heard_at + pause
+
+    def _expire(self, until: float) -> None:
+        """Give up places whose waiters have been away since then."""
+        for ref in list(self._resting):
+            place = ref()
+            if place is not None:
+                place.expire(until)
 
     def _tidy_up(self) -> None:
         left = self._leftovers
         for each in list(left):
+            self._pulse()
             # kazoo would queue each request until there is a server.
             if not self.client.connected:
                 break
@@ -220,13 +253,6 @@ class Session(Connection):
             except KazooException as error:
                 logger.warning("not deleted folder=%s error=%s", each.folder, error)
             left.discard(each)
-
-    def _pause(self, now: float) -> float:
-        """Return the seconds until the next lease may run out, or the next pulse."""
-        if self.client.connected:
-            self.client.exists_async(self.address.root)
-        ends = [held.expires_at for held in list(self.grants.values())]
-        return max(0.0, min([now + self.address.lease / PULSES, *ends]) - now)
 
     def _run_out(self, now: float) -> set[Leftover]:
         """Return the places of leases that nobody has renewed in time."""
@@ -240,6 +266,9 @@ class Session(Connection):
     def sweep(self, folder: str, mark: str) -> None:
         """Delete what was made under a mark."""
         give_up = clock.monotonic() + PATIENCE
+        # A server that is behind doesn't have yet what was made through another one.
+        synced = self.client.sync_async(folder)
+        self.wait(synced, give_up - clock.monotonic())
         places = self.children([folder], give_up)[0] or ()
         mine = [f"{folder}/{place}" for place in places if nodes.is_of(place, mark)]
         self.remove(mine, give_up)
@@ -303,6 +332,8 @@ def session(address: Address) -> Session:
                 if left is not None:
                     left.close()
     found.check()
+    if found.was_silent():
+        raise found.silence()
     return found
 
 
