@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from kazoo.protocol.states import ZnodeStat
 from kazoo.security import make_acl, make_digest_acl
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks.backends.values import Request
 from dblocks.backends.zookeeper import nodes, sessions
 from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
@@ -1594,3 +1596,33 @@ def test_waiter_in_an_event_loop_that_is_busy(
         assert each.do(held.release) is True
     for each in (loop, other, *others):
         each.close()
+
+
+def test_places_after_an_outage(own: str, key: str) -> None:
+    """A place isn't given up because its waiter couldn't stand at it."""
+    mine = session(own)
+    holder = distributed_lock(key, backend=own).acquire()
+    place = engine(own).gate(Request(key, "waiter", mine.address.lease))
+    place.rest()
+    place.attend()
+    assert place._rests_since == math.inf
+    place.enter(0)
+    assert len(places(key, own)) == 2
+    place._rests_since = -math.inf
+    # As after a reconnection, of less than a lease ago.
+    mine._connected_at = time.monotonic() + DEADLINE
+    always(lambda: len(places(key, own)) == 2, during=mine.address.lease / 5)
+    mine._connected_at = 0.0
+    eventually(lambda: len(places(key, own)) == 1, what="the end of the place")
+    place.leave()
+    assert holder.release() is True
+
+
+def test_mutex_in_a_forked_child(own: str) -> None:
+    """What another thread of the parent had is free there."""
+    other = OtherThread()
+    fresh = sessions.Session(session(own).address)
+    assert other.do(fresh.mutex.acquire)
+    fresh.forget_parent()
+    assert fresh.mutex.acquire(timeout=DEADLINE)
+    other.close()

@@ -204,9 +204,10 @@ class Asking:
                 if stat is None or not session.extend(held, sent + request.lease):
                     session.drop(held)
                     continue
-                # First: a signal handler in there may change the count.
+                # A signal handler in a call may change the count.
                 lost = request.forfeits(held.grant)
-                held.count = max(0, held.count - lost) + 1
+                left = held.count - lost
+                held.count = left + 1 if left > 0 else 1
                 return Granted(held.grant, held.max_until - sent, again=True)
         return None
 

@@ -97,6 +97,7 @@ class Connection:
         self._is_opened = False
         #: Local clock before the latest sign of life that the servers rely on.
         self._heard_at = 0.0
+        self._connected_at = 0.0
         self._hung_up_for = 0.0
         options = dict(address.options)
         options.setdefault(
@@ -121,7 +122,7 @@ class Connection:
             answer = invoke(min(timeout, CONNECT_WITHIN), request, xid)
             if xid is None and answer[0].time_out > 0:
                 self._negotiated = answer[0].time_out / 1000
-                self._heard_at = sent
+                self._heard_at = self._connected_at = sent
             return answer
 
         connection._invoke = heed
@@ -185,8 +186,9 @@ class Connection:
         heard_at = self._heard_at
         silent = clock.monotonic() - heard_at > self.address.lease / 2
         if silent and self.client.connected and self._hung_up_for != heard_at:
-            self._hung_up_for = heard_at
+            # Twice rather than never, if an interrupt comes in between.
             self.handler.hang_up()
+            self._hung_up_for = heard_at
         return silent
 
     def is_over(self) -> bool:

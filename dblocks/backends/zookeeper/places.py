@@ -59,6 +59,7 @@ class Place(Gate):
         """Stand at it again; ``False`` if it was given up meanwhile."""
         session = self.session
         if session is None:
+            self._rests_since = math.inf
             return False
         with session.mutex:
             self._rests_since = math.inf

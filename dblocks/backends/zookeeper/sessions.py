@@ -233,7 +233,12 @@ class Session(Connection):
         return self._heard_at + pause
 
     def _expire(self, until: float) -> None:
-        """Give up places whose waiters have been away since then."""
+        """Give up places whose waiters have been away since then.
+
+        While there is no server they can't stand at them.
+        """
+        if not self.client.connected or self._connected_at > until:
+            return
         for ref in list(self._resting):
             place = ref()
             if place is not None:
@@ -275,6 +280,7 @@ class Session(Connection):
 
     def forget_parent(self) -> None:
         """Let go of it in a forked child: it is the parent's."""
+        self.mutex = threading.RLock()
         self.handler.abandon()
 
 
