@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import redis
+from django.db import DatabaseError
 from redis.exceptions import RedisError
 
 from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
-from dblocks.backends.values import Grant, Renewed, Request
+from dblocks.backends.values import Grant, Request
 from dblocks.conf import backends
 from dblocks.holding.registry import registry
 from tests.faults.crew import Crew
@@ -431,6 +432,37 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return keep_off
 
 
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Give a context in which a script fails on some servers of an alias.
+
+    ``afterwards``: it is carried out, and only the reply is lost.
+    """
+
+    @contextmanager
+    def fail(
+        alias: str, script: Any, *numbers: int, afterwards: bool = False
+    ) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for number in numbers:
+                client = backends[alias]._servers[number].client  # type: ignore[attr-defined]
+
+                def run(
+                    asked: Any, *args: Any, run: Any = client.run, **how: Any
+                ) -> Any:
+                    answer = None
+                    if asked is not script or afterwards:
+                        answer = run(asked, *args, **how)
+                    if asked is script:
+                        raise redis.ConnectionError("not reached")
+                    return answer
+
+                patch.setattr(client, "run", run)
+            yield
+
+    return fail
+
+
 @pytest.mark.parametrize("verb", ["join", "enter", "several"])
 def test_holds_that_a_minority_has_not_counted(
     servers: list[Redis], key: str, unreachable: Callable[..., Any], verb: str
@@ -479,17 +511,21 @@ def test_remains_of_an_owners_earlier_grant(servers: list[Redis], key: str) -> N
     assert set(holders(servers, key)) == {""}
 
 
+@pytest.mark.parametrize("reached", [(), (2, 3, 4)], ids=["nobody", "others"])
 def test_join_that_is_not_renewed(
-    servers: list[Redis], key: str, monkeypatch: pytest.MonkeyPatch
+    servers: list[Redis], key: str, failing: Callable[..., Any], reached: Sequence[int]
 ) -> None:
-    """A co-owner whose lease isn't whole at a majority hasn't got the key."""
+    """A co-owner hasn't got the key unless most of those that count it extend it."""
     first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
     other = OtherThread()
     joining = distributed_lock(key, owner="both", lease=30, backend="second")
-    engine: Any = backends["second"]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "renew", lambda renewals: Renewed())
-        assert other.do(joining.try_acquire) is None
+    acquire = failing("second", scripts.ACQUIRE, 3, 4)
+    unreached = [n for n in range(5) if n not in reached]
+    with acquire, failing("second", scripts.RENEW, *unreached):
+        try:
+            assert other.do(joining.try_acquire) is None
+        except RedisError:
+            assert not reached
     other.close()
     # Nor has any server counted it.
     assert first.release() is True
@@ -507,34 +543,82 @@ def test_release_without_a_majority_that_agrees(
         assert lease.release() is True
 
 
+@pytest.mark.parametrize("replies", [False, True])
 def test_lost_holds_that_cant_be_subtracted(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any], replies: bool
 ) -> None:
-    """They are subtracted when the owner comes back once more."""
+    """Nobody else gets the key for it: they are not subtracted twice."""
+    theirs = OtherThread()
+    co_owner = distributed_lock(key, owner="me", lease=30, backend="second")
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
-    engine: Any = backends["default"]
-    with unreachable("default", 0, 1):
-        lost = lock.acquire()
+    held = theirs.do(co_owner.acquire, 0)
+    lost = lock.acquire()
     hold = lost._hold
     registry.note_forfeited(hold, 1)
     hold._ends("expired")
-    failing = [server.client for server in engine._servers[2:]]
-    runs = [client.run for client in failing]
-    for client, run in zip(failing, runs, strict=True):
-
-        def fail(script: Any, *args: Any, run: Any = run, **options: Any) -> Any:
-            if script is scripts.FORFEIT:
-                raise redis.ConnectionError("not reached")
-            return run(script, *args, **options)
-
-        client.run = fail
-    with pytest.raises(RedisError):
+    subtracting = failing("default", scripts.FORFEIT, *range(5), afterwards=replies)
+    with subtracting, pytest.raises(RedisError):
         lock.acquire()
-    for client, run in zip(failing, runs, strict=True):
-        client.run = run
     lease = lock.acquire()
     assert lease.release() is True
+    assert distributed_lock(key).try_acquire() is None
+    theirs.do(held.renew)
+    assert theirs.do(held.release) is True
+    theirs.close()
+
+
+def test_server_that_counts_late(
+    servers: list[Redis], key: str, failing: Callable[..., Any]
+) -> None:
+    """A release tells all servers that may have counted a new grant by then."""
+    lock = distributed_lock(key, owner="me", lease=30, timeout=0)
+    with failing("default", scripts.ACQUIRE, 0, 1, afterwards=True):
+        lease = lock.acquire()
+    assert holders(servers, key) == ["me"] * 5
+    assert lease.release() is True
     assert set(holders(servers, key)) == {""}
+
+
+def test_inner_hold_that_a_server_missed(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+) -> None:
+    """It is given back where it was counted, and the outer one stays everywhere."""
+    lock = distributed_lock(key, owner="me", lease=30, timeout=0)
+    outer = lock.acquire()
+    with unreachable("default", 0, 1):
+        inner = lock.acquire()
+    assert inner.release() is True
+    assert holders(servers, key) == ["me"] * 5
+    assert outer.release() is True
+
+
+def test_entry_that_a_minority_counted(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+) -> None:
+    """It is given back."""
+    lock = distributed_lock(key, owner="me", lease=30, timeout=0)
+    outer = lock.acquire()
+    with unreachable("default", 0, 1, 2), pytest.raises(RedisError):
+        lock.acquire()
+    assert outer.release() is True
+    assert set(holders(servers, key)) == {""}
+
+
+def test_renewal_where_a_hold_is_not_counted(
+    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+) -> None:
+    """A server on which the key would be free without the co-owner doesn't count."""
+    first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
+    other = OtherThread()
+    with unreachable("second", 0, 1):
+        joining = distributed_lock(key, owner="both", lease=30, backend="second")
+        theirs = other.do(joining.acquire, 0)
+    with unreachable("second", 4), pytest.raises(DatabaseError, match="too few"):
+        other.do(theirs.renew)
+    other.do(theirs.renew)
+    assert other.do(theirs.release) is True
+    assert first.release() is True
+    other.close()
 
 
 def test_undo_of_a_co_owner_cools(servers: list[Redis], key: str) -> None:

@@ -67,8 +67,9 @@ class RedisBackend(Servers):
         try:
             self._server.forfeit(grant, forfeited)
         except BaseException:
-            # The present one is not received by anybody either.
-            request.returns(grant, forfeited + 1)
+            # The present one is not received by anybody. The others may be subtracted
+            # already; if they aren't, they lapse.
+            request.returns(grant, 1)
             raise
 
     def try_acquire_all(

@@ -21,7 +21,8 @@ class CountedHolds:
     """The holds of this process, as the servers have counted them.
 
     Several threads use it at once, so it consists of single steps on dictionaries and
-    lists. Holds of one grant are alike: each release takes the oldest.
+    lists. Holds of one grant are alike: each release takes the latest, which is not the
+    outer one's, nor, in a forked child, the parent's.
     """
 
     def __init__(self) -> None:
@@ -39,12 +40,16 @@ class CountedHolds:
         """Return who has counted a hold that ends; ``None`` if that isn't known."""
         try:
             holds = self._holds[grant]
-            servers = holds.pop(0)
+            servers = holds.pop()
         except (KeyError, IndexError):
             return None
         if not holds:
             self._holds.pop(grant, None)
         return servers
+
+    def everywhere(self, grant: Grant, server: Server) -> bool:
+        """Tell whether a server has counted each hold, as far as that is known."""
+        return all(server in each for each in list(self._holds.get(grant, ())))
 
     def forget(self, grant: Grant) -> None:
         """Forget a grant that the servers don't count any more."""

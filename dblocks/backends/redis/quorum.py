@@ -163,7 +163,9 @@ class QuorumBackend(Servers):
         limit = min((each.limit for each in agreed), default=0.0)
         left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
         valid = agreed if len(agreed) >= self._majority and left > 0 else []
-        if any(each.again for each in valid) and not self._joined(valid[0], request):
+        counted = {s for s, each in granted.items() if each in valid}
+        joins = any(each.again for each in valid)
+        if joins and not self._joined(valid[0].grant, request, counted):
             valid = []
         useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
         if useless or not valid:
@@ -172,24 +174,27 @@ class QuorumBackend(Servers):
             self._undo(alone, asked, useless)
         if valid:
             if request.explicit:
-                counted = {s for s, each in granted.items() if each in valid}
-                self._counted.note(valid[0].grant, counted)
+                # A new one may be counted later on by a server that is slow.
+                is_new = valid[0].grant.identity == alone.identity
+                servers = self._servers if is_new else counted
+                self._counted.note(valid[0].grant, servers)
             return self._entered(request, valid[0]._replace(limit=limit))
         if len(answers) < self._majority:
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
-    def _joined(self, granted: Granted, request: Request) -> bool:
+    def _joined(self, grant: Grant, request: Request, counted: set[Server]) -> bool:
         """Extend a grant that its owner has entered again; tell whether it was.
 
         Each server by itself doesn't: what a minority has of an earlier grant would
         never lapse while the owner comes back.
         """
+        renewals = [Renewal(grant, request.lease)]
         try:
-            renewed = self.renew([Renewal(granted.grant, request.lease)])
+            answers = self._ask(lambda server: server.renew(renewals), counted)
         except RedisError:
             return False
-        return granted.grant in renewed.extended
+        return grant in self._renewed(renewals, answers).extended
 
     def _entered(self, request: Request, granted: Granted) -> Granted:
         """Subtract the holds that an owner who has the key already has lost here."""
@@ -202,10 +207,9 @@ class QuorumBackend(Servers):
         try:
             self._ask(lambda server: server.forfeit(grant, due[server]), list(due))
         except BaseException:
-            # The present one is not received by anybody either.
-            request.returns(grant, forfeited + 1)
-            for each in holds:
-                self._counted.note(grant, self._servers_of(each))
+            # The present one is not received by anybody. The others may be subtracted
+            # already; if they aren't, they lapse.
+            request.returns(grant, 1)
             raise
         return granted
 
@@ -225,9 +229,8 @@ class QuorumBackend(Servers):
             limit = granted[0][0].limit
             left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
             if left > 0:
-                counted = [s for s, each in answers.items() if each is not None]
                 for each in granted[0] if request.explicit else ():
-                    self._counted.note(each.grant, counted)
+                    self._counted.note(each.grant, self._servers)
                 return granted[0]
         grants = [Grant(key, request.owner, None, request.identity) for key in keys]
         granting = [server for server, each in answers.items() if each is not None]
@@ -262,28 +265,41 @@ class QuorumBackend(Servers):
 
     def reenter(self, renewal: Renewal, count: int | None, patience: float) -> Renewed:
         new = "up" if count is None else count
-        answers = self._ask(lambda server: server.renew([renewal], new))
-        renewed = self._renewed([renewal], answers.values())
+        answers, errors = self._answers(
+            lambda server: server.renew([renewal], new), self._servers
+        )
+        renewed = self._renewed([renewal], answers)
+        counted = {s for s, each in answers.items() if each.extended}
         if count is None and renewed.extended:
-            counted = {s for s, each in answers.items() if each.extended}
             self._counted.note(renewal.grant, counted)
+        elif count is None:
+            # It is counted in this process alone, or not at all.
+            grants = [renewal.grant]
+            self._answers(lambda s: s.release_all(grants, count=None), counted)
+        if len(errors) > self._spare:
+            raise self._unanswered(errors)
         return renewed
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         answers = self._ask(lambda server: server.renew(renewals))
-        return self._renewed(renewals, answers.values())
+        return self._renewed(renewals, answers)
 
     def _renewed(
-        self, renewals: Sequence[Renewal], answers: Collection[Renewed]
+        self, renewals: Sequence[Renewal], answers: Mapping[Server, Renewed]
     ) -> Renewed:
         """Return what a majority says."""
         renewed = Renewed()
         for grant, _ in renewals:
-            extended = sum(grant in each.extended for each in answers)
-            reasons = [each.lost[grant] for each in answers if grant in each.lost]
+            # Where a hold isn't counted, the owner's other holds free the key.
+            extended = sum(
+                grant in each.extended and self._counted.everywhere(grant, server)
+                for server, each in answers.items()
+            )
+            told = answers.values()
+            reasons = [each.lost[grant] for each in told if grant in each.lost]
             if extended >= self._majority:
                 renewed.extended.add(grant)
-                if any(grant in each.requested for each in answers):
+                if any(grant in each.requested for each in told):
                     renewed.requested.add(grant)
             elif len(reasons) > self._spare:
                 renewed.lost[grant] = Counter(reasons).most_common(1)[0][0]
