@@ -543,11 +543,18 @@ def test_release_without_a_majority_that_agrees(
         assert lease.release() is True
 
 
+@pytest.mark.parametrize("number", [1, 5])
 @pytest.mark.parametrize("replies", [False, True])
 def test_lost_holds_that_cant_be_subtracted(
-    servers: list[Redis], key: str, failing: Callable[..., Any], replies: bool
+    servers: list[Redis],
+    settings: Any,
+    key: str,
+    failing: Callable[..., Any],
+    replies: bool,
+    number: int,
 ) -> None:
     """Nobody else gets the key for it: they are not subtracted twice."""
+    use(settings, [server.url() for server in servers[:number]])
     theirs = OtherThread()
     co_owner = distributed_lock(key, owner="me", lease=30, backend="second")
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
@@ -556,7 +563,9 @@ def test_lost_holds_that_cant_be_subtracted(
     hold = lost._hold
     registry.note_forfeited(hold, 1)
     hold._ends("expired")
-    subtracting = failing("default", scripts.FORFEIT, *range(5), afterwards=replies)
+    subtracting = failing(
+        "default", scripts.FORFEIT, *range(number), afterwards=replies
+    )
     with subtracting, pytest.raises(RedisError):
         lock.acquire()
     lease = lock.acquire()
