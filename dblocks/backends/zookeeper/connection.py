@@ -47,6 +47,12 @@ PASSING = (
 WAKE_AFTER = 0.05
 """Seconds without an answer after which kazoo's thread is woken to look again."""
 
+SILENT = 2 / 3
+"""The part of a lease after which a session that said nothing may soon be over.
+
+The leader may have heard last from it some tick before, and hear next after as long.
+"""
+
 MOST = 900_000
 """Bytes of a transaction for several keys.
 
@@ -184,7 +190,7 @@ class Connection:
         that is resumed is the leader's affair.
         """
         heard_at = self._heard_at
-        silent = clock.monotonic() - heard_at > self.address.lease / 2
+        silent = clock.monotonic() - heard_at > SILENT * self.address.lease
         if silent and self.client.connected and self._hung_up_for != heard_at:
             # Twice rather than never, if an interrupt comes in between.
             self.handler.hang_up()
