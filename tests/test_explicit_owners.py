@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ from django.db import connection, transaction
 
 from dblocks import Lease, LeaseLost, Lock, distributed_lock
 from dblocks.conf import backends
+from dblocks.holding.registry import registry
 from dblocks.models import DistributedLock
 from dblocks.test import move_clock
 from tests.support.factories import stored
@@ -317,3 +320,17 @@ def test_re_entered_beside_a_co_owner(acquire: Leases, key: str) -> None:
     assert first.release()
     assert locks.held().get(pk=key).hold_count == 1
     assert locks.release(key, owner=OWNER, version=row.version)
+
+
+def test_lost_holds_in_a_forked_child(acquire: Leases) -> None:
+    """The parent alone subtracts the holds that it has lost."""
+    hold = acquire(owner=OWNER)._hold
+    registry.note_forfeited(hold, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os._exit(registry.take_forfeited(hold.backend, hold.grant))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert registry.take_forfeited(hold.backend, hold.grant) == 2

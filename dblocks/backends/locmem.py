@@ -93,7 +93,10 @@ class LocMemBackend(BaseBackend):
                 return first_free({key: _reading(row, now)}, [key])
             grant = Grant(key, request.owner, row.version + (not again))
             if again:
-                counted = max(0, row.hold_count - request.forfeits(grant)) + 1
+                # A signal handler in a call may change the row.
+                lost = request.forfeits(grant)
+                row = self._table.row(key)
+                counted = row.hold_count - lost + 1 if row.hold_count > lost else 1
                 row = replace(_extended(row, now, request.lease), hold_count=counted)
             else:
                 row = _Row(

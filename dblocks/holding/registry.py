@@ -114,7 +114,8 @@ class Registry:
         """Count what the parent holds as lost."""
         holds = self.all()
         self._mutex = threading.RLock()
-        self._latest, self._all = {}, set()
+        # The parent subtracts what it has lost.
+        self._latest, self._all, self._forfeited = {}, set(), {}
         for hold in holds:
             hold.forget_parent()
 

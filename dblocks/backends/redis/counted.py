@@ -7,6 +7,7 @@ majority while a third is held. So a hold is given back where it was counted.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from contextlib import suppress
 
@@ -21,20 +22,28 @@ class CountedHolds:
     """The holds of this process, as the servers have counted them.
 
     Several threads use it at once, so it consists of single steps on dictionaries and
-    lists. Holds of one grant are alike: each release takes the latest, which is not the
-    outer one's, nor, in a forked child, the parent's.
+    lists. Holds of one grant are alike: each release takes the latest, so that the
+    first is given back last. A forked child has none of its parent's.
     """
 
     def __init__(self) -> None:
-        self._holds: dict[Grant, list[Collection[Server]]] = {}
+        self._pid = os.getpid()
+        self._all: dict[Grant, list[Collection[Server]]] = {}
+
+    @property
+    def _holds(self) -> dict[Grant, list[Collection[Server]]]:
+        if self._pid != os.getpid():
+            self._all, self._pid = {}, os.getpid()
+        return self._all
 
     def note(self, grant: Grant, servers: Collection[Server]) -> None:
         """Remember who has counted one more hold."""
-        self._holds.setdefault(grant, []).append(servers)
-        if len(self._holds) > MOST_GRANTS:
+        holds = self._holds
+        holds.setdefault(grant, []).append(servers)
+        if len(holds) > MOST_GRANTS:
             # Lost ones that nobody came back for.
             with suppress(RuntimeError, StopIteration):
-                self._holds.pop(next(iter(self._holds)), None)
+                holds.pop(next(iter(holds)), None)
 
     def take(self, grant: Grant) -> Collection[Server] | None:
         """Return who has counted a hold that ends; ``None`` if that isn't known."""
@@ -47,9 +56,12 @@ class CountedHolds:
             self._holds.pop(grant, None)
         return servers
 
-    def everywhere(self, grant: Grant, server: Server) -> bool:
-        """Tell whether a server has counted each hold, as far as that is known."""
-        return all(server in each for each in list(self._holds.get(grant, ())))
+    def last(self, grant: Grant) -> Collection[Server] | None:
+        """Return who has counted the hold that is given back last, if that is known."""
+        try:
+            return self._holds[grant][0]
+        except (KeyError, IndexError):
+            return None
 
     def forget(self, grant: Grant) -> None:
         """Forget a grant that the servers don't count any more."""

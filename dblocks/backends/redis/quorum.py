@@ -164,9 +164,13 @@ class QuorumBackend(Servers):
         left = min(request.lease, limit) * (1 - DRIFT) - (clock.monotonic() - sent)
         valid = agreed if len(agreed) >= self._majority and left > 0 else []
         counted = {s for s, each in granted.items() if each in valid}
-        joins = any(each.again for each in valid)
-        if joins and not self._joined(valid[0].grant, request, counted):
-            valid = []
+        reached = len(answers)
+        if any(each.again for each in valid):
+            grant = valid[0].grant
+            told, failed = self._extend(grant, request.lease, counted)
+            # Not as renewals are judged: holds that were lost are still noted.
+            if sum(grant in each.extended for each in told) < self._majority:
+                valid, reached, errors = [], len(told), failed
         useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
         if useless or not valid:
             # A server that lacks a co-owner's grant has made one of its own.
@@ -174,34 +178,41 @@ class QuorumBackend(Servers):
             self._undo(alone, asked, useless)
         if valid:
             if request.explicit:
-                # A new one may be counted later on by a server that is slow.
-                is_new = valid[0].grant.identity == alone.identity
-                servers = self._servers if is_new else counted
-                self._counted.note(valid[0].grant, servers)
-            return self._entered(request, valid[0]._replace(limit=limit))
-        if len(answers) < self._majority:
+                self._enter(request, valid[0], counted, alone.identity)
+            return valid[0]._replace(limit=limit)
+        if reached < self._majority:
             raise self._unanswered(errors)
         return self.read_all([key]).get(key, Reading())
 
-    def _joined(self, grant: Grant, request: Request, counted: set[Server]) -> bool:
-        """Extend a grant that its owner has entered again; tell whether it was.
+    def _extend(
+        self, grant: Grant, lease: float, counted: set[Server]
+    ) -> tuple[Collection[Renewed], list[RedisError]]:
+        """Extend a grant that its owner has entered again, where that is counted.
 
         Each server by itself doesn't: what a minority has of an earlier grant would
         never lapse while the owner comes back.
         """
-        renewals = [Renewal(grant, request.lease)]
-        try:
-            answers = self._ask(lambda server: server.renew(renewals), counted)
-        except RedisError:
-            return False
-        return grant in self._renewed(renewals, answers).extended
+        renewals = [Renewal(grant, lease)]
+        answers, errors = self._answers(lambda server: server.renew(renewals), counted)
+        return answers.values(), errors
 
-    def _entered(self, request: Request, granted: Granted) -> Granted:
-        """Subtract the holds that an owner who has the key already has lost here."""
-        grant = granted.grant
-        forfeited = request.forfeits(grant) if granted.again else 0
+    def _enter(
+        self, request: Request, granted: Granted, counted: set[Server], identity: str
+    ) -> None:
+        """Note an explicit owner's hold, and subtract those that were lost here."""
+        # A new grant may be counted later on by a server that is slow.
+        is_new = granted.grant.identity == identity
+        try:
+            if granted.again:
+                self._subtract(request, granted.grant)
+        finally:
+            # Not before: the latest are taken first.
+            self._counted.note(granted.grant, self._servers if is_new else counted)
+
+    def _subtract(self, request: Request, grant: Grant) -> None:
+        forfeited = request.forfeits(grant)
         if not forfeited:
-            return granted
+            return
         holds = [self._counted.take(grant) for _ in range(forfeited)]
         due = Counter(s for each in holds for s in self._servers_of(each))
         try:
@@ -211,7 +222,6 @@ class QuorumBackend(Servers):
             # already; if they aren't, they lapse.
             request.returns(grant, 1)
             raise
-        return granted
 
     def _servers_of(self, counted: Collection[Server] | None) -> Collection[Server]:
         return self._servers if counted is None else counted
@@ -290,9 +300,10 @@ class QuorumBackend(Servers):
         """Return what a majority says."""
         renewed = Renewed()
         for grant, _ in renewals:
-            # Where a hold isn't counted, the owner's other holds free the key.
+            # Where this process's hold isn't counted, co-owners free the key.
+            counted = self._servers_of(self._counted.last(grant))
             extended = sum(
-                grant in each.extended and self._counted.everywhere(grant, server)
+                grant in each.extended and server in counted
                 for server, each in answers.items()
             )
             told = answers.values()
