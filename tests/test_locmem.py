@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -16,6 +17,7 @@ from django.test import SimpleTestCase, override_settings
 from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
 from dblocks.backends.locmem import LocMemBackend
 from dblocks.conf import backends
+from dblocks.holding.registry import registry
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from tests.test_ownership import in_forked_child
 
@@ -246,3 +248,24 @@ class InsideSimpleTestCase(SimpleTestCase):
             return seen
 
         assert await asyncio.gather(*[enter() for _ in range(10)]) == [1] * 10
+
+
+def test_grant_that_ends_while_lost_holds_are_asked_for() -> None:
+    """A signal handler there may use the same lock; what is granted then is held."""
+    lock = distributed_lock("reentrant", owner="me", lease=30)
+    lost = lock.acquire()
+    lost._hold.lose("expired")
+    take = registry.take_forfeited
+    inside: list[bool] = []
+
+    def interrupted(*args: Any) -> int:
+        if not inside:
+            inside.append(True)
+            lock.acquire().release()
+        return take(*args)
+
+    with patch.object(registry, "take_forfeited", interrupted):
+        lease = lock.acquire()
+    lease.renew()
+    assert lease.release() is True
+    assert not lock.locked()

@@ -530,6 +530,22 @@ def test_join_that_is_not_renewed(
     assert set(holders(servers, key)) == {""}
 
 
+def test_join_that_one_server_does_not_renew(
+    servers: list[Redis], settings: Any, key: str, failing: Callable[..., Any]
+) -> None:
+    """While most answer, a fault of one is no error."""
+    use(settings, [server.url() for server in servers[:3]])
+    first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
+    redis.Redis.from_url(servers[2].url()).flushall()
+    other = OtherThread()
+    joining = distributed_lock(key, owner="both", lease=30, backend="second")
+    with failing("second", scripts.RENEW, 0):
+        assert other.do(joining.try_acquire) is None
+    other.close()
+    assert first.release() is True
+    assert set(holders(servers[:3], key)) == {""}
+
+
 def test_release_without_a_majority_that_agrees(
     servers: list[Redis], key: str, unreachable: Callable[..., Any]
 ) -> None:

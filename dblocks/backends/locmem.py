@@ -93,9 +93,11 @@ class LocMemBackend(BaseBackend):
                 return first_free({key: _reading(row, now)}, [key])
             grant = Grant(key, request.owner, row.version + (not again))
             if again:
-                # A signal handler in a call may change the row.
+                # A signal handler in a call may change the row, or end the grant.
                 lost = request.forfeits(grant)
                 row = self._table.row(key)
+                if (row.owner, row.version) != (grant.owner, grant.version):
+                    return self.try_acquire(request, patience)
                 counted = row.hold_count - lost + 1 if row.hold_count > lost else 1
                 row = replace(_extended(row, now, request.lease), hold_count=counted)
             else:

@@ -14,7 +14,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENGINE = "dblocks"
 #: The engines that no full run uses: none imports them.
-OTHERS = ("dblocks/backends/redis", "dblocks/backends/zookeeper")
+OTHERS = (
+    "dblocks/backends/redis",
+    "dblocks/backends/zookeeper",
+    "dblocks/backends/locmem.py",
+)
 DATABASES = "dblocks/backends/database"
 _SQLITE = ("one_writer.py", "file_locks.py", "dialects/sqlite.py")
 _MYSQL = ("dialects/mysql.py", "dialects/galera.py")

@@ -27,14 +27,11 @@ class CountedHolds:
     """
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._all: dict[Grant, list[Collection[Server]]] = {}
+        self._by_process: dict[int, dict[Grant, list[Collection[Server]]]] = {}
 
     @property
     def _holds(self) -> dict[Grant, list[Collection[Server]]]:
-        if self._pid != os.getpid():
-            self._all, self._pid = {}, os.getpid()
-        return self._all
+        return self._by_process.setdefault(os.getpid(), {})
 
     def note(self, grant: Grant, servers: Collection[Server]) -> None:
         """Remember who has counted one more hold."""

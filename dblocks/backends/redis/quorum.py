@@ -170,7 +170,8 @@ class QuorumBackend(Servers):
             told, failed = self._extend(grant, request.lease, counted)
             # Not as renewals are judged: holds that were lost are still noted.
             if sum(grant in each.extended for each in told) < self._majority:
-                valid, reached, errors = [], len(told), failed
+                valid, reached = [], reached - len(failed)
+                errors = [*errors, *failed]
         useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
         if useless or not valid:
             # A server that lacks a co-owner's grant has made one of its own.
