@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
 from tests.support.timing import SLACK, eventually
+from tests.test_ownership import in_forked_child
 
 Locks = Callable[..., Lock]
 Leases = Callable[..., Lease]
@@ -326,11 +326,6 @@ def test_lost_holds_in_a_forked_child(acquire: Leases) -> None:
     """The parent alone subtracts the holds that it has lost."""
     hold = acquire(owner=OWNER)._hold
     registry.note_forfeited(hold, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os._exit(registry.take_forfeited(hold.backend, hold.grant))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert registry.take_forfeited(hold.backend, hold.grant) == 2
+    take = partial(registry.take_forfeited, hold.backend, hold.grant)
+    assert in_forked_child(take) == 0
+    assert take() == 2

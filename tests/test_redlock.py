@@ -13,7 +13,7 @@ import redis
 from django.db import DatabaseError
 from redis.exceptions import RedisError
 
-from dblocks import LeaseLost, LockTimeout, distributed_lock, signals
+from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.quorum import workers
 from dblocks.backends.values import Grant, Request
@@ -415,45 +415,27 @@ def test_force_release_of_what_no_majority_granted(
 
 
 @pytest.fixture
-def unreachable(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Give a context in which some servers of an alias aren't reached."""
-
-    @contextmanager
-    def keep_off(alias: str, *numbers: int) -> Iterator[None]:
-        def refuse(*args: Any, **options: Any) -> Any:
-            raise redis.ConnectionError("not reached")
-
-        with monkeypatch.context() as patch:
-            for number in numbers:
-                client = backends[alias]._servers[number].client  # type: ignore[attr-defined]
-                patch.setattr(client, "run", refuse)
-            yield
-
-    return keep_off
-
-
-@pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Give a context in which a script fails on some servers of an alias.
+    """Give a context in which scripts fail on some servers of an alias.
 
-    ``afterwards``: it is carried out, and only the reply is lost.
+    ``script``: only this one. ``afterwards``: only the reply is lost.
     """
 
     @contextmanager
     def fail(
-        alias: str, script: Any, *numbers: int, afterwards: bool = False
+        alias: str, *numbers: int, script: Any = None, afterwards: bool = False
     ) -> Iterator[None]:
         with monkeypatch.context() as patch:
             for number in numbers:
                 client = backends[alias]._servers[number].client  # type: ignore[attr-defined]
+                send = client.run
 
-                def run(
-                    asked: Any, *args: Any, run: Any = client.run, **how: Any
-                ) -> Any:
-                    answer = None
-                    if asked is not script or afterwards:
-                        answer = run(asked, *args, **how)
-                    if asked is script:
+                def run(asked: Any, *args: Any, send: Any = send, **how: Any) -> Any:
+                    fails = script in (None, asked)
+                    answer = (
+                        send(asked, *args, **how) if afterwards or not fails else None
+                    )
+                    if fails:
                         raise redis.ConnectionError("not reached")
                     return answer
 
@@ -463,9 +445,16 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return fail
 
 
+def enter_twice(lock: Lock, failing: Callable[..., Any]) -> tuple[Lease, Lease]:
+    """Acquire a lock, and enter it again where two servers miss that."""
+    outer = lock.acquire()
+    with failing("default", 0, 1):
+        return outer, lock.acquire()
+
+
 @pytest.mark.parametrize("verb", ["join", "enter", "several"])
 def test_holds_that_a_minority_has_not_counted(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any], verb: str
+    servers: list[Redis], key: str, failing: Callable[..., Any], verb: str
 ) -> None:
     """The last of an owner's holds keeps the key, whichever servers missed others."""
     keys = [key, f"{key}!"] if verb == "several" else [key]
@@ -476,7 +465,7 @@ def test_holds_that_a_minority_has_not_counted(
     for missed in ([0, 1], [2, 3]):
         by = OtherThread() if verb != "enter" else last
         lock = distributed_lock(*keys, owner="both", lease=30, backend=alias)
-        with unreachable(alias, *missed):
+        with failing(alias, *missed):
             others.append((by, by.do(lock.acquire, 0)))
     assert first.release() is True
     by, lease = others[0]
@@ -519,9 +508,9 @@ def test_join_that_is_not_renewed(
     first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
     other = OtherThread()
     joining = distributed_lock(key, owner="both", lease=30, backend="second")
-    acquire = failing("second", scripts.ACQUIRE, 3, 4)
+    acquire = failing("second", 3, 4, script=scripts.ACQUIRE)
     unreached = [n for n in range(5) if n not in reached]
-    renew = failing("second", scripts.RENEW, *unreached)
+    renew = failing("second", *unreached, script=scripts.RENEW)
     with acquire, renew, pytest.raises(RedisError):
         other.do(joining.try_acquire)
     other.close()
@@ -539,7 +528,7 @@ def test_join_that_one_server_does_not_renew(
     redis.Redis.from_url(servers[2].url()).flushall()
     other = OtherThread()
     joining = distributed_lock(key, owner="both", lease=30, backend="second")
-    with failing("second", scripts.RENEW, 0):
+    with failing("second", 0, script=scripts.RENEW):
         assert other.do(joining.try_acquire) is None
     other.close()
     assert first.release() is True
@@ -547,12 +536,12 @@ def test_join_that_one_server_does_not_renew(
 
 
 def test_release_without_a_majority_that_agrees(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any]
 ) -> None:
     """It was held, unless so many refuse that no majority can have the grant."""
-    with unreachable("default", 0, 1):
+    with failing("default", 0, 1):
         lease = distributed_lock(key, lease=30).acquire(timeout=0)
-    with unreachable("default", 2, 3):
+    with failing("default", 2, 3):
         assert lease.held
         assert lease.release() is True
 
@@ -578,7 +567,7 @@ def test_lost_holds_that_cant_be_subtracted(
     registry.note_forfeited(hold, 1)
     hold._ends("expired")
     subtracting = failing(
-        "default", scripts.FORFEIT, *range(number), afterwards=replies
+        "default", *range(number), script=scripts.FORFEIT, afterwards=replies
     )
     with subtracting, pytest.raises(RedisError):
         lock.acquire()
@@ -595,7 +584,7 @@ def test_server_that_counts_late(
 ) -> None:
     """A release tells all servers that may have counted a new grant by then."""
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
-    with failing("default", scripts.ACQUIRE, 0, 1, afterwards=True):
+    with failing("default", 0, 1, afterwards=True, script=scripts.ACQUIRE):
         lease = lock.acquire()
     assert holders(servers, key) == ["me"] * 5
     assert lease.release() is True
@@ -603,14 +592,12 @@ def test_server_that_counts_late(
 
 
 def test_inner_hold_that_a_server_missed(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any]
 ) -> None:
     """It is given back where it was counted, and the outer one stays everywhere."""
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
-    outer = lock.acquire()
-    with unreachable("default", 0, 1):
-        inner = lock.acquire()
-    with unreachable("default", 2, 3):
+    outer, inner = enter_twice(lock, failing)
+    with failing("default", 2, 3):
         outer.renew()
     assert inner.release() is True
     assert holders(servers, key) == ["me"] * 5
@@ -618,16 +605,14 @@ def test_inner_hold_that_a_server_missed(
 
 
 def test_owner_that_comes_back_after_a_loss(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any]
 ) -> None:
     """What it has lost, and where that was counted, doesn't keep it out."""
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
-    outer = lock.acquire()
-    with unreachable("default", 0, 1):
-        inner = lock.acquire()
+    outer, inner = enter_twice(lock, failing)
     outer._hold.lose("backend")
     assert inner.lost_reason == "backend"
-    with unreachable("default", 4):
+    with failing("default", 4):
         lease = lock.acquire()
         lease.renew()
     assert lease.release() is True
@@ -635,27 +620,27 @@ def test_owner_that_comes_back_after_a_loss(
 
 
 def test_entry_that_a_minority_counted(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any]
 ) -> None:
     """It is given back."""
     lock = distributed_lock(key, owner="me", lease=30, timeout=0)
     outer = lock.acquire()
-    with unreachable("default", 0, 1, 2), pytest.raises(RedisError):
+    with failing("default", 0, 1, 2), pytest.raises(RedisError):
         lock.acquire()
     assert outer.release() is True
     assert set(holders(servers, key)) == {""}
 
 
 def test_renewal_where_a_hold_is_not_counted(
-    servers: list[Redis], key: str, unreachable: Callable[..., Any]
+    servers: list[Redis], key: str, failing: Callable[..., Any]
 ) -> None:
     """A server on which the key would be free without the co-owner doesn't count."""
     first = distributed_lock(key, owner="both", lease=30).acquire(timeout=0)
     other = OtherThread()
-    with unreachable("second", 0, 1):
+    with failing("second", 0, 1):
         joining = distributed_lock(key, owner="both", lease=30, backend="second")
         theirs = other.do(joining.acquire, 0)
-    with unreachable("second", 4), pytest.raises(DatabaseError, match="too few"):
+    with failing("second", 4), pytest.raises(DatabaseError, match="too few"):
         other.do(theirs.renew)
     other.do(theirs.renew)
     assert other.do(theirs.release) is True

@@ -53,24 +53,14 @@ class RedisBackend(Servers):
         ticket = "" if gate is None else gate.ticket
         answer = self._server.acquire(request, ticket, patience)
         if isinstance(answer, Granted) and answer.again:
-            self._forfeit(request, answer.grant)
+            self._subtract_lost(request, answer.grant)
         if gate is not None:
             is_new = isinstance(answer, Granted) and not answer.again
             gate.answered(granted=is_new)
         return answer
 
-    def _forfeit(self, request: Request, grant: Grant) -> None:
-        """Subtract the holds that an owner who has the key already has lost here."""
-        forfeited = request.forfeits(grant)
-        if not forfeited:
-            return
-        try:
-            self._server.forfeit(grant, forfeited)
-        except BaseException:
-            # The present one is not received by anybody. The others may be subtracted
-            # already; if they aren't, they lapse.
-            request.returns(grant, 1)
-            raise
+    def _forfeit(self, grant: Grant, holds: int) -> None:
+        self._server.forfeit(grant, holds)
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float

@@ -205,24 +205,15 @@ class QuorumBackend(Servers):
         is_new = granted.grant.identity == identity
         try:
             if granted.again:
-                self._subtract(request, granted.grant)
+                self._subtract_lost(request, granted.grant)
         finally:
             # Not before: the latest are taken first.
             self._counted.note(granted.grant, self._servers if is_new else counted)
 
-    def _subtract(self, request: Request, grant: Grant) -> None:
-        forfeited = request.forfeits(grant)
-        if not forfeited:
-            return
-        holds = [self._counted.take(grant) for _ in range(forfeited)]
-        due = Counter(s for each in holds for s in self._servers_of(each))
-        try:
-            self._ask(lambda server: server.forfeit(grant, due[server]), list(due))
-        except BaseException:
-            # The present one is not received by anybody. The others may be subtracted
-            # already; if they aren't, they lapse.
-            request.returns(grant, 1)
-            raise
+    def _forfeit(self, grant: Grant, holds: int) -> None:
+        counted = [self._counted.take(grant) for _ in range(holds)]
+        due = Counter(s for each in counted for s in self._servers_of(each))
+        self._ask(lambda server: server.forfeit(grant, due[server]), list(due))
 
     def _servers_of(self, counted: Collection[Server] | None) -> Collection[Server]:
         return self._servers if counted is None else counted

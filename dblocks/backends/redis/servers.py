@@ -1,7 +1,8 @@
-"""What one server and a quorum of several have in common: their settings."""
+"""What one server and a quorum of several have in common, such as their settings."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from redis.exceptions import RedisError
 
 from ...permits import apart
 from ..base import BaseBackend
-from ..values import Grant, Reading
+from ..values import Grant, Reading, Request
 from .checks import findings
 from .client import PATIENCE, Client
 from .server import Server
@@ -57,6 +58,23 @@ class Servers(BaseBackend):
 
     def read(self, key: str) -> Reading | None:
         return self.read_all([key]).get(key)
+
+    def _subtract_lost(self, request: Request, grant: Grant) -> None:
+        """Subtract the holds that an owner who has the key already has lost here."""
+        lost = request.forfeits(grant)
+        if not lost:
+            return
+        try:
+            self._forfeit(grant, lost)
+        except BaseException:
+            # The present one is not received by anybody. The others may be subtracted
+            # already; if they aren't, they lapse.
+            request.returns(grant, 1)
+            raise
+
+    @abstractmethod
+    def _forfeit(self, grant: Grant, holds: int) -> None:
+        """Subtract so many holds, once."""
 
     # Checks
 

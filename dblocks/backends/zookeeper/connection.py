@@ -104,7 +104,6 @@ class Connection:
         #: Local clock before the latest sign of life that the servers rely on.
         self._heard_at = 0.0
         self._connected_at = 0.0
-        self._hung_up_for = 0.0
         options = dict(address.options)
         options.setdefault(
             "connection_retry",
@@ -189,12 +188,10 @@ class Connection:
         leader, which hears of that later, may end the session meanwhile. But a session
         that is resumed is the leader's affair.
         """
-        heard_at = self._heard_at
-        silent = clock.monotonic() - heard_at > SILENT * self.address.lease
-        if silent and self.client.connected and self._hung_up_for != heard_at:
-            # Twice rather than never, if an interrupt comes in between.
+        silent = clock.monotonic() - self._heard_at > SILENT * self.address.lease
+        if silent and self.client.connected:
+            # Again, if kazoo hasn't noticed: only a new connection ends the silence.
             self.handler.hang_up()
-            self._hung_up_for = heard_at
         return silent
 
     def is_over(self) -> bool:
