@@ -513,10 +513,11 @@ def test_stopped_waiter_costs_the_grace(
 
 
 @pytest.mark.usefixtures("queue")
-def test_several_keys_yield_to_the_queue(key: str) -> None:
+@pytest.mark.parametrize("size", [2, one_writer.MOST_GATES + 1])
+def test_several_keys_yield_to_the_queue(key: str, size: int) -> None:
     """Who wants several keys doesn't overtake the one that queues for one of them."""
-    lock = distributed_lock(f"{key}:1", f"{key}:2")
-    for name in lock.keys:
+    lock = distributed_lock(*(f"{key}:{number}" for number in range(size)))
+    for name in (lock.keys[0], lock.keys[-1]):
         lock.acquire().release()
         gate = file_locks.gate_of(connection, str(name))
         assert gate is not None
@@ -524,6 +525,25 @@ def test_several_keys_yield_to_the_queue(key: str) -> None:
         with takes(at_least=0.2):
             lock.acquire().release()
         gate.leave()
+
+
+@pytest.mark.usefixtures("queue")
+def test_many_keys_ask_the_kernel_once(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set with more keys than gates asks once whether anybody uses a gate."""
+    lock = distributed_lock(*(f"{key}:{n}" for n in range(one_writer.MOST_GATES + 1)))
+    lock.acquire().release()
+    asked = []
+    call = file_locks._Descriptor._call
+
+    def noted(descriptor: Any, command: int, *terms: int) -> bytes:
+        asked.append(command)
+        return call(descriptor, command, *terms)
+
+    monkeypatch.setattr(file_locks._Descriptor, "_call", noted)
+    lock.acquire().release()
+    assert len(asked) == 1
 
 
 @pytest.mark.usefixtures("queue")

@@ -22,6 +22,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 
@@ -59,8 +60,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 @lru_cache(maxsize=1024)
-def _flock(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+def _flock(kind: int, byte: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
 
 
 class _Descriptor:
@@ -127,17 +128,17 @@ class _Descriptor:
             raise
         return True
 
-    def is_free(self, byte: int) -> bool:
-        """Tell whether nobody else has a byte locked."""
-        answer = self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte)
+    def is_free(self, byte: int, length: int = 1) -> bool:
+        """Tell whether nobody else has a byte locked, or one of several."""
+        answer = self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte, length)
         return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
 
     def unlock(self, byte: int) -> None:
         if self._number >= 0:
             self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
-    def _call(self, command: int, kind: int, byte: int) -> bytes:
-        return fcntl.fcntl(self._number, command, _flock(kind, byte))
+    def _call(self, command: int, kind: int, byte: int, length: int = 1) -> bytes:
+        return fcntl.fcntl(self._number, command, _flock(kind, byte, length))
 
     def close(self) -> None:
         number, self._number = self._number, -1
@@ -207,6 +208,17 @@ def gate_of(connection: Connection, key: str) -> FileLock | None:
     return FileLock(_real_path(path), key)
 
 
+def gates_in_use(connection: Connection, keys: Sequence[str]) -> dict[str, FileLock]:
+    """Return the gates of those keys that others have entered or queue for.
+
+    The kernel is asked once if nobody uses any gate of the file.
+    """
+    if (first := gate_of(connection, keys[0])) is None or first.is_free(of_all=True):
+        return {}
+    gates = {key: gate for key in keys if (gate := gate_of(connection, key))}
+    return {key: gate for key, gate in gates.items() if not gate.is_free()}
+
+
 #: A file has one queue, by whatever name. Following links takes longer than a lock.
 _real_path = cache(os.path.realpath)
 
@@ -233,12 +245,14 @@ class FileLock(Gate):
             raise GateClosed from error
         return self.held
 
-    def is_free(self) -> bool:
-        """Tell whether nobody has entered it or queues for it."""
+    def is_free(self, *, of_all: bool = False) -> bool:
+        """Tell whether nobody has entered it, or any of its file, or queues for it."""
+        # A length of zero reaches to the end, however far that is.
+        first, length = (0, 0) if of_all else (self._byte, 2)
         with suppress(OSError):
             descriptor = _Descriptor.take(self._path)
             try:
-                return all(map(descriptor.is_free, (self._byte, self._byte + 1)))
+                return descriptor.is_free(first, length)
             finally:
                 descriptor.give_back()
         return True

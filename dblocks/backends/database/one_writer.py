@@ -20,7 +20,7 @@ from ..gates import GateClosed
 from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
 from . import permit_rows, several_rows, table
 from .connections import is_alone
-from .file_locks import FileLock, gate_of
+from .file_locks import FileLock, gate_of, gates_in_use
 
 MOST_GATES = 32
 """The most gates that one acquisition enters; each has a file open."""
@@ -131,9 +131,10 @@ def _take_all(
     try:
         if len(gates) < len(keys):
             seen = table.read_all(connection, keys)
+            rest = [key for key in keys if key not in gates]
+            queues = {} if is_alone(connection) else gates_in_use(connection, rest)
             for key in keys:
-                queue = None if key in gates else _queue(connection, key)
-                if key not in seen or not _is_free(seen[key], queue, patient):
+                if key not in seen or not _is_free(seen[key], queues.get(key), patient):
                     return None
         granted = several_rows.take(connection, request, keys)
         if granted is not None and len(gates) == len(keys):
