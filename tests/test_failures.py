@@ -22,8 +22,7 @@ from django.db import (
 )
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
-from dblocks.backends.database import connections as lock_connections
-from dblocks.backends.database import dialects, execution, table
+from dblocks.backends.database import dialects, execution, own_connections, table
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.waiting.together import give_back
@@ -564,10 +563,10 @@ def test_connection_that_fails_to_close(
         raise OperationalError("gone away")
 
     caplog.set_level(logging.DEBUG, "dblocks")
-    mine = lock_connections.separate_connection("default")
+    mine = own_connections.separate_connection("default")
     close = mine.close
     monkeypatch.setattr(mine, "close", fail)
-    lock_connections.close(mine)
+    own_connections.close(mine)
     assert "closing failed database=default" in caplog.messages
     close()
 

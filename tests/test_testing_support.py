@@ -25,7 +25,7 @@ from dblocks import (
     distributed_lock,
 )
 from dblocks.backends.base import BaseBackend
-from dblocks.backends.database import connections as lock_connections
+from dblocks.backends.database import own_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
@@ -431,10 +431,10 @@ class InsideTestCase(TestCase):
 
     async def test_waiting(self) -> None:
         """Waiting opens no connection beside the test's."""
-        before = set(lock_connections._open)
+        before = set(own_connections._open)
         async with hold_elsewhere("inside"):
             assert await distributed_lock("inside").atry_acquire(timeout=0.2) is None
-            assert set(lock_connections._open) <= before
+            assert set(own_connections._open) <= before
 
     async def test_cancelled(self) -> None:
         """A cancelled task gives its lock back on the test's connection."""
@@ -451,7 +451,7 @@ class InsideTestCase(TestCase):
         """No second connection stays open beside the test's."""
         with transaction.atomic(), distributed_lock("inside"):
             pass
-        assert not lock_connections._thread.beside
+        assert not own_connections._thread.beside
 
 
 @pytest.mark.needs("has_table")

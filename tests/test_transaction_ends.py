@@ -18,7 +18,7 @@ from django.db import (
 from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, LeaseLost, Lock, current_lease, distributed_lock, signals
-from dblocks.backends.database import connections as lock_connections
+from dblocks.backends.database import own_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
@@ -420,7 +420,7 @@ class TestPinApart:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Who tries again after the pin's connection failed has the row pinned."""
-        connect, failures = lock_connections.separate_connection, [True]
+        connect, failures = own_connections.separate_connection, [True]
 
         def fail_once(alias: str, **options: Any) -> Any:
             made = connect(alias, **options)
@@ -436,7 +436,7 @@ class TestPinApart:
             lease = apart(atomic=True, lease=0.5, renew=False).acquire(timeout=0)
             with lease:
                 AccountFactory(name="mine")
-                monkeypatch.setattr(lock_connections, "separate_connection", fail_once)
+                monkeypatch.setattr(own_connections, "separate_connection", fail_once)
 
         with transaction.atomic():
             with pytest.raises(OperationalError, match="too many"):

@@ -12,7 +12,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.migrations.executor import MigrationExecutor
 
 from ..backends.database import dialects
-from ..backends.database.connections import close, separate_connection
+from ..backends.database.own_connections import close, separate_connection
 from .statuses import is_table_missing
 
 PAUSE = 0.1

@@ -17,7 +17,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 
 from ..backends.base import BaseBackend
-from ..backends.database.connections import run_apart
+from ..backends.database.own_connections import run_apart
 from ..workers import Workers
 
 logger = logging.getLogger("dblocks")

@@ -413,7 +413,7 @@ MUTANTS = [
         "lease_blocks.py",
         "        self._committed = guarded\n",
         "        self._committed = guarded\n"
-        "        from .backends.database import connections as apart\n"
+        "        from .backends.database import own_connections as apart\n"
         "        for alias in list(apart._thread.pins):\n"
         "            apart._discard(apart._thread.pins, alias)\n",
         (
@@ -644,7 +644,7 @@ MUTANTS = [
     ),
     Mutant(
         "a thread that ends leaves its connection",
-        "backends/database/connections.py",
+        "backends/database/own_connections.py",
         "        if self._pid == os.getpid():\n            for connection",
         "        if False:\n            for connection",
         ("tests/test_connections.py::test_threads_that_end[for ever-lease]",),
@@ -653,7 +653,7 @@ MUTANTS = [
     ),
     Mutant(
         "a connection stays open beside Django's",
-        "backends/database/connections.py",
+        "backends/database/own_connections.py",
         "        _close_together(connections[alias], _thread.beside)\n",
         "",
         ("tests/test_connections.py::test_closed_with_djangos[close_all-lease]",),
@@ -662,7 +662,7 @@ MUTANTS = [
     ),
     Mutant(
         "renewals wait as long as the project",
-        "backends/database/connections.py",
+        "backends/database/own_connections.py",
         "min(int(options.get(name) or limit), limit)",
         "int(options.get(name) or limit)",
         ("tests/test_connections.py::test_renewals_network_timeouts[longer]",),

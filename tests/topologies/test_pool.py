@@ -9,7 +9,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from dblocks import distributed_lock
-from dblocks.backends.database import connections as own
+from dblocks.backends.database import own_connections
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, always, eventually, takes
@@ -24,7 +24,7 @@ def pooled(postgres: int, another: Callable[..., str]) -> Iterator[str]:
     pool = {"min_size": SIZE, "max_size": SIZE, "timeout": TIMEOUT}
     alias = another("pooled", OPTIONS={"pool": pool}, CONN_MAX_AGE=0)
     yield alias
-    own.idle.close_idle()
+    own_connections.idle.close_idle()
     connections[alias].close_pool()
 
 

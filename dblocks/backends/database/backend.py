@@ -40,12 +40,9 @@ from . import (
     transactions,
 )
 from .checks import DatabaseChecks
-from .connections import (
-    can_write,
-    run,
-    short_waits,
-)
+from .connections import can_write, run
 from .guards import DatabaseGuards
+from .own_connections import short_waits
 
 T = TypeVar("T")
 

@@ -9,22 +9,28 @@ second one.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from django.db import DatabaseError, Error, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ... import forks
 from . import dialects, transactions
+from .own_connections import (
+    close,
+    connection_beside,
+    discard_beside,
+    discard_if_idle,
+    idle,
+    is_pinning,
+    runs_apart,
+    separate_connection,
+)
 
 logger = logging.getLogger("dblocks")
 
@@ -33,38 +39,15 @@ T = TypeVar("T")
 LEAST_REPEATS = 5
 """How often an operation that collides with another is repeated, however late it is."""
 
-READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
-
 
 class ReplyLost(DatabaseError):
     """The statement was carried out, but its reply can't be trusted."""
 
 
-class _Beside(dict[str, Connection]):
-    """A thread's connections beside its transactions, closed when the thread ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pid = os.getpid()
-
-    def __del__(self) -> None:
-        # A forked child drops those of other threads: they are the parent's.
-        if self._pid == os.getpid():
-            for connection in self.values():
-                close(connection)
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.beside = _Beside()
         #: Raw connections of Django's that are dead or the parent process's.
         self.unusable: dict[str, object] = {}
-        #: Connections whose transactions pin rows until the caller's have ended.
-        self.pins: dict[str, Connection] = {}
-        #: This thread is dblocks' own: nothing runs on Django's connections.
-        self.is_own = False
-        #: Nothing may hang for long.
-        self.waits_briefly = False
         #: The connections on which an operation of this thread is under way. A signal
         #: handler that interrupts it needs another one.
         self.busy: list[Connection] = []
@@ -72,137 +55,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-#: Every open connection of dblocks' own in this process. After a fork the child must
-#: keep them all: deallocating one would end the parent's session.
-_open: set[Connection] = set()
+#: Raw connections of the parent's: deallocating one would end its session.
 _inherited: list[object] = []
-
-
-def separate_connection(alias: str, **limits: int) -> Connection:
-    """Return a new connection to a database, outside Django's and outside any pool.
-
-    Of a driver option in ``limits`` and in the settings, the smaller value counts.
-    """
-    # Not connections.create_connection(): a copy uses the test database too.
-    connection: Connection = connections[alias].copy()
-    options = connection.settings_dict["OPTIONS"]
-    options.pop("pool", None)
-    for name, limit in limits.items():
-        options[name] = min(int(options.get(name) or limit), limit)
-    # Its thread may end before it is closed.
-    connection.inc_thread_sharing()
-    _open.add(connection)
-    return connection
-
-
-def close(connection: Connection) -> None:
-    """Close a connection of dblocks' own."""
-    _open.discard(connection)
-    try:
-        connection.close()
-    except Error:
-        logger.debug("closing failed database=%s", connection.alias, exc_info=True)
-
-
-KEPT_IDLE = 2.0
-"""Seconds for which an unused connection waits for the next user."""
-
-
-class IdleConnections:
-    """Connections of dblocks' own that nobody is using.
-
-    Nothing here may wait for another thread: the garbage collector or a signal handler
-    may run any of it in the middle of itself.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[str, deque[tuple[float, Connection]]] = {}
-        self._tidying = threading.Lock()
-
-    def find(self, alias: str) -> Connection | None:
-        """Return one to a database, if there is one."""
-        with suppress(IndexError):
-            return self._idle.setdefault(alias, deque()).pop()[1]
-        return None
-
-    def give_back(self, connection: Connection) -> None:
-        """Keep a connection for the next user."""
-        idle = self._idle.setdefault(connection.alias, deque())
-        idle.append((time.monotonic(), connection))
-        self._tidy_later()
-
-    def _tidy_later(self) -> None:
-        if self._tidying.acquire(blocking=False):
-            timer = threading.Timer(KEPT_IDLE, self._tidy)
-            timer.daemon, timer.name = True, "dblocks-idle"
-            try:
-                timer.start()
-            except BaseException as error:
-                self._tidying.release()
-                if not isinstance(error, RuntimeError):
-                    raise
-
-    def _tidy(self) -> None:
-        self._tidying.release()
-        self.close_idle(KEPT_IDLE / 2)
-        if any(self._idle.values()):
-            self._tidy_later()
-
-    def drop(self, connection: Connection | None) -> None:
-        """Close a connection."""
-        if connection is not None:
-            close(connection)
-
-    def close_idle(self, older_than: float = 0.0) -> None:
-        """Close what has been idle for so many seconds."""
-        since = time.monotonic() - older_than
-        for idle in list(self._idle.values()):
-            # Others may take a connection that is seen here.
-            with suppress(IndexError):
-                while idle[0][0] <= since:
-                    self.drop(idle.popleft()[1])
-
-
-idle = IdleConnections()
-"""Used instead of connections that would come from a pool."""
-
-forks.in_child(idle.__init__)  # type: ignore[misc]
-
-
-def run_apart() -> None:
-    """Keep this thread, dblocks' own, off Django's connections and pools."""
-    _thread.is_own = True
-
-
-@contextmanager
-def short_waits(alias: str) -> Iterator[None]:
-    """Run this thread's operations apart, on a connection whose waits are short."""
-    _thread.is_own = _thread.waits_briefly = True
-    try:
-        yield
-    finally:
-        _thread.is_own = _thread.waits_briefly = False
-        _discard(_thread.beside, alias)
-
-
-def pin_connection(alias: str) -> Connection:
-    """Return a connection in a transaction that ends after this thread's last one."""
-    connection = _thread.pins.get(alias)
-    if connection is None:
-        connection = separate_connection(alias)
-        try:
-            connection.set_autocommit(
-                False, force_begin_transaction_with_broken_autocommit=True
-            )
-            if dialects.of(connection).has_row_locks:
-                # The snapshot of the first pin would hide later grants.
-                connection.cursor().execute(READ_COMMITTED)
-        except BaseException:
-            close(connection)
-            raise
-        transactions.at_end(transactions.UNPIN, partial(_discard, _thread.pins, alias))
-        _thread.pins[alias] = connection
-    return connection
 
 
 def is_alone(connection: Any) -> bool:
@@ -229,67 +83,18 @@ def can_write(alias: str) -> bool:
     """Tell whether a lock can be written during this thread's open transactions."""
     connection = connections[alias]
     in_own = connection.in_atomic_block and not transactions.in_test_case(connection)
-    if not in_own and alias not in _thread.pins:
+    if not in_own and not is_pinning(alias):
         # Also reached in an event loop, which may not ask a server for its dialect.
         return True
     return dialects.of(connection).has_row_locks
 
 
-def _beside(alias: str) -> Connection:
-    beside = _thread.beside.get(alias)
-    if beside is None:
-        brief = _thread.waits_briefly
-        limits = dialects.of(connections[alias]).short_waits if brief else {}
-        beside = _thread.beside[alias] = separate_connection(alias, **limits)
-        in_atomic = not _thread.is_own and connections[alias].in_atomic_block
-        if in_atomic and beside.settings_dict["CONN_MAX_AGE"] == 0:
-            transactions.at_end(
-                transactions.CLOSE, partial(_discard, _thread.beside, alias)
-            )
-        _close_together(connections[alias], _thread.beside)
-    return beside
-
-
-def _close_together(connection: Connection, beside: _Beside) -> None:
-    """Close the second connection whenever the thread's own is closed."""
-    if "close" in vars(connection):
-        return
-    alias, kind = connection.alias, type(connection)
-    its_own, all_beside = weakref.ref(connection), weakref.ref(beside)
-
-    def close_both() -> None:
-        own, others = its_own(), all_beside()
-        if own is None:
-            return
-        if others and alias in others and not own.in_atomic_block:
-            close(others.pop(alias))
-        kind.close(own)
-
-    connection.close = close_both  # type: ignore[method-assign]
-
-
-def _discard(kept: dict[str, Connection], alias: str) -> None:
-    if (connection := kept.pop(alias, None)) is not None:
-        if not connection.autocommit:
-            # Django doesn't close what is in memory.
-            with suppress(Error):
-                connection.rollback()
-        close(connection)
-
-
-def _discard_if_idle(own: Connection, used: Connection) -> None:
-    """Close a connection that replaced an unusable one."""
-    idle = not _thread.is_own and not own.in_atomic_block
-    if idle and used is _thread.beside.get(own.alias):
-        _discard(_thread.beside, own.alias)
-
-
 def _connection(connection: Connection, *, writes: bool) -> Connection:
     alias = connection.alias
-    if _thread.is_own:
-        return _beside(alias)
+    if runs_apart():
+        return connection_beside(alias)
     in_block = connection.in_atomic_block
-    if writes and (in_block or _thread.pins) and not can_write(alias):
+    if writes and not can_write(alias):
         if not in_block:
             raise TransactionManagementError(
                 f"SQLite has one writer: a lock with atomic=True keeps {alias!r} for "
@@ -305,7 +110,7 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
         )
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.
-        return connection if is_alone(connection) else _beside(alias)
+        return connection if is_alone(connection) else connection_beside(alias)
     if connection.connection is None:
         if _would_use_pool(connection):
             return connection
@@ -317,7 +122,7 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
         )
     if _thread.unusable:
         if _thread.unusable.get(alias) is connection.connection:
-            return _beside(alias)
+            return connection_beside(alias)
         _thread.unusable.pop(alias, None)
     return connection
 
@@ -406,8 +211,8 @@ def run(
             _thread.busy.remove(connection)
             if spare is not None:
                 _put_away(spare, served=served)
-            elif _thread.beside:
-                _discard_if_idle(own, connection)
+            else:
+                discard_if_idle(own, connection)
         attempt += 1
         time.sleep(dialect.pause(attempt))
         waited = time.monotonic() - started
@@ -430,18 +235,15 @@ def _may_repeat(
         return False
     if connection is own:
         _thread.unusable[own.alias] = connection.connection
-    elif connection is _thread.beside.get(own.alias):
-        _discard(_thread.beside, own.alias)
+    else:
+        discard_beside(connection)
     return True
 
 
 def _after_fork_in_child() -> None:
-    _inherited.extend([*_open, _thread.beside])
-    _open.clear()
     _thread.__dict__.clear()
     _thread.__init__()  # type: ignore[misc]
     for connection in connections.all(initialized_only=True):
-        vars(connection).pop("close", None)
         if connection.connection is not None:
             _inherited.append(connection.connection)
             _thread.unusable[connection.alias] = connection.connection

@@ -15,7 +15,8 @@ from ...permits import apart
 from ..base import BaseBackend
 from ..values import Grant, Reading
 from . import dialects, table, transactions
-from .connections import pin_connection, reading_beside, run
+from .connections import reading_beside, run
+from .own_connections import pin_connection
 from .row_locks import StaleSnapshot, hides_rows
 
 logger = logging.getLogger("dblocks")

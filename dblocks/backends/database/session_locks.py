@@ -25,7 +25,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ... import forks
 from ..gates import Gate, GateClosed
 from . import dialects, transactions
-from .connections import IdleConnections, separate_connection
+from .own_connections import IdleConnections, separate_connection
 
 logger = logging.getLogger("dblocks")
 
