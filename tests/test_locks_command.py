@@ -26,7 +26,7 @@ from dblocks.backends.locmem import LocMemBackend
 from dblocks.backends.values import Entry, Reading, Waiters
 from dblocks.conf import backends
 from dblocks.interventions import Intervention
-from dblocks.management import statuses
+from dblocks.management import display, statuses
 from dblocks.management.commands import locks
 from dblocks.management.rendering import as_json, cells_in, holder_of, table
 from dblocks.management.sources import Table
@@ -599,7 +599,7 @@ def test_watch(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         DistributedLock.objects.filter(key__contains="1").delete()
 
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(display.time, "sleep", sleep)
     screen = Terminal()
     call_command("locks", "list", "--watch", "0.5", stdout=screen)
     first, second = screen.getvalue().split("\x1b[H\x1b[2J")[1:]
@@ -619,7 +619,7 @@ def test_watch_of_long_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(display.time, "sleep", sleep)
     screen = Terminal()
     call_command("locks", "list", "--watch", stdout=screen, no_color=True)
     _home, drawn = screen.getvalue().split("\x1b[H\x1b[2J")
@@ -1242,7 +1242,7 @@ def test_watch_of_an_engine(engine: Run, monkeypatch: pytest.MonkeyPatch) -> Non
             raise KeyboardInterrupt
         distributed_lock("later", backend="engine").acquire().release()
 
-    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(display.time, "sleep", sleep)
     _status, out, _err = engine("list", "--watch")
     assert [line.split("\t")[0] for line in out.splitlines()] == ["KEY", "KEY", "later"]
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from io import StringIO
 from typing import Any
 
@@ -17,6 +14,7 @@ from django.core.management.base import CommandParser, OutputWrapper
 from django.utils.translation import ngettext
 
 from ... import validation
+from ..display import Display
 from ..lock_options import (
     add_common_arguments,
     add_list_arguments,
@@ -26,16 +24,12 @@ from ..lock_options import (
 )
 from ..parsing import LockCommand, Parser
 from ..rendering import (
-    COLORS,
     FREE,
     HELD,
     AnyLock,
     aligned,
-    as_json,
-    cells_in,
     facts_of,
     named,
-    tab_separated,
     table,
     taken_for,
     unheld,
@@ -113,6 +107,7 @@ exit status:
         #: For people; stdout itself is for JSON.
         self.out = self.stdout if verbosity > 0 else OutputWrapper(StringIO())
         self.source = source_of(database, backend)
+        self.display = Display(self.source, self.stdout, self.out, self.style)
         try:
             act(**options)
             self.stdout.flush()
@@ -146,33 +141,26 @@ exit status:
             return ordered(self.source.find(selection), sort)
 
         if watch is not None:
-            self._watch(find, limit, checked(validation.bounded, "--watch", watch))
+            every = checked(validation.bounded, "--watch", watch)
+            self.display.watch(find, limit, every)
         elif json:
-            self._write_json(self._facts(find()[:limit]))
+            self.display.write_json(self.display.facts(find()[:limit]))
         else:
-            self._draw(find(), limit)
+            self.display.draw(find(), limit)
 
     def show(self, *, key: str, permit: int | None, json: bool, **options: Any) -> None:
         """Show one lock, or all permits of its key."""
         locks = self._find(key, permit)
         if permit is None and locks[-1].permit is not None:
-            facts = self._facts(locks)
+            facts = self.display.facts(locks)
             if json:
-                self._write_json({"key": key, "permits": facts})
+                self.display.write_json({"key": key, "permits": facts})
             else:
-                self._write_table(facts)
+                self.display.write_table(facts)
         elif json:
-            self._write_json(self._facts(locks)[0])
+            self.display.write_json(self.display.facts(locks)[0])
         else:
-            self._write_facts(locks[0])
-
-    def _write_facts(self, lock: AnyLock) -> None:
-        facts = facts_of(lock, self.source.waiting([lock]).get(lock.lock_key))
-        lines = aligned(facts)
-        if not self.out.isatty():
-            lines = ["\t".join(fact) for fact in facts.items()]
-        for name, line in zip(facts, lines, strict=True):
-            self.out.write(self._colored(line, lock.state if name == "state" else None))
+            self.display.write_lock(locks[0])
 
     def _find(self, key: str, permit: int | None) -> Sequence[AnyLock]:
         """Return a permit, or all of a key, the lock without permits first."""
@@ -184,64 +172,6 @@ exit status:
             what = named(key, permit).removeprefix("the ")
             self.fail(f"there is no {what}; {advice_for(key)}")
         return locks
-
-    def _facts(self, locks: Sequence[AnyLock]) -> Sequence[dict[str, Any]]:
-        waiting = self.source.waiting(locks)
-        return [as_json(lock, waiting.get(lock.lock_key)) for lock in locks]
-
-    def _write_json(self, value: object) -> None:
-        self.stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
-
-    def _write_table(self, facts: Sequence[dict[str, Any]], height: int = 0) -> int:
-        """Write the lines that fit a height, if one is given; return how many locks."""
-        if not self.out.isatty():
-            self.out.write("\n".join(tab_separated(facts)))
-            return len(facts)
-        width = shutil.get_terminal_size().columns
-        written = used = 0
-        for line, state in table(facts, width):
-            used += max(1, -(-cells_in(line) // width))
-            if height and used > height and written > 1:
-                break
-            self.out.write(self._colored(line, state))
-            written += 1
-        return written - 1
-
-    def _draw(
-        self, found: Sequence[AnyLock], limit: int | None, height: int = 0
-    ) -> None:
-        wanted = found[:limit]
-        shown = self._write_table(self._facts(wanted[: height or None]), height)
-        if not self.out.isatty():
-            return
-        text = ngettext("%(count)d lock", "%(count)d locks", len(found))
-        text %= {"count": len(found)}
-        more = len(found) - shown
-        if more:
-            text += ngettext(
-                ", %(more)d of them not shown", ", %(more)d of them not shown", more
-            ) % {"more": more}
-        self.out.write(text)
-
-    def _colored(self, text: str, state: str | None) -> str:
-        if state not in COLORS or not self.out.isatty():
-            return text
-        style: str = getattr(self.style, COLORS[state])(text)
-        return style
-
-    def _watch(
-        self, find: Callable[[], Sequence[AnyLock]], limit: int | None, every: float
-    ) -> None:
-        with suppress(KeyboardInterrupt):
-            while True:
-                height = 0
-                if self.out.isatty():
-                    # For the count and the cursor's line.
-                    height = max(2, shutil.get_terminal_size().lines - 2)
-                    self.out.write("\x1b[H\x1b[2J", ending="")  # home, then clear
-                self._draw(find(), limit, height)
-                self.out.flush()
-                time.sleep(every)
 
     # Changing
 
@@ -391,7 +321,7 @@ exit status:
         width = sys.maxsize
         if self.stderr.isatty():
             width = shutil.get_terminal_size().columns
-        lines = [line for line, _state in table(self._facts(locks), width)]
+        lines = [line for line, _state in table(self.display.facts(locks), width)]
         if any(lock.state == HELD for lock in locks):
             lines.append(WARNING)
         count = str(len(locks))
