@@ -203,13 +203,15 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
-        while (row := rows.first()) is not None and row.version != missed:
+        while (row := rows.first()) is not None:
             grant = Grant(row_key, row.owner, row.version)
+            if grant == missed:
+                break
             if interventions.end_grant(self.db, grant, holder=row.holder, **how):
                 ended = row.owner, row.holder, row.version
                 announce_force_release(self.model, row_key, ended, using=self.db, **how)
                 return True
-            missed = row.version
+            missed = grant
         return False
 
     def request_release(

@@ -86,9 +86,9 @@ def page_of(key: str, name: str = "change") -> str:
     return reverse(f"admin:dblocks_distributedlock_{name}", args=[quote(key)])
 
 
-def field(key: str, version: int = 1) -> str:
+def field(key: str, version: int = 1, state: str = "held") -> str:
     """The hidden field of the confirmation page."""
-    return f"{version}:{formats.escaped(key)}"
+    return f"{state}:{version}:{formats.escaped(key)}"
 
 
 def release(client: Client, *fields: str, reason: str = "stuck", **extra: Any) -> Any:
@@ -556,7 +556,7 @@ def test_confirmation(operator: Client, door: str) -> None:
         assert text in page
     assert "at its next renewal or guard, two may be at work." in page
     assert "Reason (required)" in page
-    assert Elements(response).fields("lock") == ["41:k"]
+    assert Elements(response).fields("lock") == [field("k", 41)]
     assert f'action="{RELEASE}"' in page
     assert page.count("<h1>") == 1
 
@@ -618,7 +618,7 @@ def test_free_locks_ticked(operator: Client) -> None:
     response = act(operator, "a")
     assert response.status_code == 302
     assert "nothing to release" in told(operator.get(response.url))[0]
-    assert Elements(act(operator, "a", "b")).fields("lock") == ["1:b"]
+    assert Elements(act(operator, "a", "b")).fields("lock") == [field("b")]
 
 
 def test_all_across_pages(operator: Client) -> None:
@@ -658,7 +658,7 @@ def test_more_than_fit(operator: Client, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_release(operator: Client, state: str) -> None:
     """The lock is free, its holder fenced off, the page says so."""
     LockFactory(key="k", version=7, **{state: True})
-    response = release(operator, field("k", 7), follow=True)
+    response = release(operator, field("k", 7, state), follow=True)
     assert told(response) == ["Released 1 lock: <bdi>k</bdi>."]
     assert DistributedLock.objects.free().filter(pk="k", version=8).exists()
 
@@ -676,7 +676,11 @@ def test_asking(operator: Client) -> None:
     assert buttons == ["ask", "force"]
     assert "Nothing is taken away." in page.rendered_content
     assert 'name="ask"' not in act(operator, "cold").rendered_content
-    data = {"lock": [field("k", 7), field("cold", 3)], "ask": "x", "reason": "deploy"}
+    data = {
+        "lock": [field("k", 7), field("cold", 3, "cooling")],
+        "ask": "x",
+        "reason": "deploy",
+    }
     response = operator.post(RELEASE, data, follow=True)
     assert told(response) == [
         "Asked for 1 lock: <bdi>k</bdi>.",
@@ -756,7 +760,7 @@ def test_reason_is_required(operator: Client, reason: str) -> None:
     response = release(operator, field("k", 5), reason=reason)
     assert response.status_code == 200
     assert "errorlist" in response.rendered_content
-    assert Elements(response).fields("lock") == ["5:k"]
+    assert Elements(response).fields("lock") == [field("k", 5)]
     assert stored("k").version == 5
 
 
@@ -765,7 +769,7 @@ def test_without_reason_and_changed(operator: Client) -> None:
     LockFactory(key="a", held=True, version=5)
     LockFactory(key="b", held=True, version=6)
     response = release(operator, field("a", 5), field("b", 5), reason="")
-    assert Elements(response).fields("lock") == ["5:a"]
+    assert Elements(response).fields("lock") == [field("a", 5)]
     assert "<bdi>b</bdi>" in told(response)[0]
 
 
@@ -809,11 +813,39 @@ def test_changed_at_the_last_moment(
     assert not LogEntry.objects.exists()
 
 
+@pytest.mark.parametrize("at_last", [False, True], ids=["before", "at the last moment"])
+def test_cooling_since_it_was_shown(
+    operator: Client, monkeypatch: pytest.MonkeyPatch, at_last: bool
+) -> None:
+    """A grant that its holder has released keeps what is left of its hold_at_least."""
+    LockFactory(key="k", held=True, owner="o", min_until=now(3600))
+    fields = Elements(operator.get(RELEASE, {"key": "k"})).fields("lock")
+
+    def give_back(*_: Any) -> bool:
+        assert DistributedLock.objects.release("k", owner="o", version=1)
+        return False
+
+    if at_last:
+        monkeypatch.setattr(force_release, "is_busy", give_back)
+    else:
+        give_back()
+    response = release(operator, *fields, follow=True)
+    assert "Left 1 lock alone, which was released" in told(response)[0]
+    assert DistributedLock.objects.cooling().filter(pk="k", version=1).exists()
+    assert not LogEntry.objects.exists()
+    # Shown as cooling, it is released.
+    monkeypatch.undo()
+    fields = Elements(operator.get(RELEASE, {"key": "k"})).fields("lock")
+    assert told(release(operator, *fields, follow=True))[0].startswith("Released 1")
+    assert DistributedLock.objects.free().filter(pk="k", version=2).exists()
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        *("", "k", ":k", "x:k", "1:", "1:\0", "1:" + "k" * 256, "9" * 5000 + ":k"),
-        *("1:k%1F", "1:%1F1", "1:k%1F1000", "1:k%1F" + "9" * 5000),
+        *("", "k", ":k", "1:k", "::k", "held:k", "held::k", "held:x:k", "warm:1:k"),
+        *("held:1:", "held:1:\0", "held:1:" + "k" * 256, f"held:{'9' * 5000}:k"),
+        *(f"held:1:{key}" for key in ("k%1F", "%1F1", "k%1F1000", "k%1F" + "9" * 5000)),
     ],
 )
 def test_fields_that_no_page_has(operator: Client, value: str) -> None:

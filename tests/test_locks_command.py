@@ -765,6 +765,31 @@ def test_release_of_what_was_shown(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert stored("k").owner == "another"
 
 
+@pytest.mark.parametrize(
+    ("which", "answer"),
+    [(["k"], "y"), (["--key", "k*"], "1"), (["--holder", "host:1"], "1")],
+    ids=["key", "pattern", "holder"],
+)
+def test_cooling_since_it_was_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch, which: list[str], answer: str
+) -> None:
+    """A grant that its holder has released keeps what is left of its hold_at_least."""
+    LockFactory(held=True, key="k", owner="o", min_until=now(3600))
+
+    def reply() -> str:
+        assert DistributedLock.objects.release("k", owner="o", version=1)
+        return answer
+
+    monkeypatch.setattr("builtins.input", reply)
+    status, out, err = run("release", *which)
+    assert (status, out) == (1, "")
+    assert "released or changed hands" in err
+    assert DistributedLock.objects.cooling().filter(pk="k", version=1).exists()
+    # Shown as cooling, it is released.
+    assert run("release", "k", "--yes")[0] == 0
+    assert DistributedLock.objects.free().filter(pk="k", version=2).exists()
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "another grant": (["held", "--fencing-token", "99"], "99"),
     "too young": (["held", "--older-than", "2d"], "has not been held"),
@@ -943,7 +968,10 @@ def test_release_of_several_of_which_one_changed(
     status, out, err = run(*ALL)
     assert status == 1
     assert len(out.splitlines()) == 1
-    assert "1 of 2 changed hands and were left alone: the lock 'a'" in err
+    assert (
+        "1 of 2 were released or changed hands, and were left alone: the lock 'a'"
+        in err
+    )
     assert stored("a").owner == "another"
 
 
@@ -1353,6 +1381,27 @@ def test_release_on_an_engine_asks(
         assert "changed hands" in err
         assert engine("release", "k")[0] == 0
         assert not distributed_lock("k", backend="engine").locked()
+
+
+@pytest.mark.parametrize("engine", [LocMemBackend, WithoutTokens], indirect=True)
+def test_cooling_on_an_engine_since_it_was_shown(
+    engine: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grant that its holder has released keeps what is left of its hold_at_least."""
+    lock = distributed_lock("k", hold_at_least=3600, backend="engine")
+    lease = lock.acquire()
+
+    def reply() -> str:
+        assert lease.release()
+        return "y"
+
+    monkeypatch.setattr("builtins.input", reply)
+    status, out, err = engine("release", "k")
+    assert (status, out) == (1, "")
+    assert "released or changed hands" in err
+    assert lock.locked()
+    assert engine("release", "k", "--yes")[0] == 0
+    assert not lock.locked()
 
 
 @pytest.mark.parametrize("engine", [WithoutTokens], indirect=True)

@@ -13,6 +13,7 @@ from django.db import connection
 from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
+from dblocks import interventions
 from dblocks.interventions import Intervention
 from dblocks.models import DistributedLock, TokenFloor
 from dblocks.signals import lock_force_released
@@ -241,6 +242,23 @@ def test_force_release_of_one_grant() -> None:
     assert locks.force_release("k", version=old.version) is False
     assert columns("k") == before
     assert locks.force_release("k", version=current.version) is True
+
+
+@pytest.mark.parametrize("of", [locks.filter(owner="me"), locks], ids=["owner", "any"])
+def test_force_release_of_what_is_being_released(
+    monkeypatch: pytest.MonkeyPatch, of: Any
+) -> None:
+    """Of one owner's grant nothing is left then; else what is cooling ends, too."""
+    LockFactory(key="k", held=True, owner="me", min_until=now(3600))
+    end_grant = interventions.end_grant
+
+    def too_late(*arguments: Any, **how: Any) -> bool:
+        locks.release("k", owner="me", version=1)
+        return end_grant(*arguments, **how)
+
+    monkeypatch.setattr(interventions, "end_grant", too_late)
+    assert of.force_release("k") is (of is locks)
+    assert locks.cooling().filter(pk="k").exists() is (of is not locks)
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,25 @@ class ReleaseForm(forms.Form):
     )
 
 
-def parsed(fields: Iterable[str]) -> dict[str, int]:
-    """Return each row's fencing token; skip fields that our page didn't make."""
+def field_of(lock: DistributedLock) -> str:
+    """Return the form field that says what is shown: a grant, or what is left of it.
+
+    When its holder releases it, the fencing token stays, and the key may cool.
+    """
+    return f"{lock.state}:{lock.version}:{escaped(lock.key)}"
+
+
+def parsed(fields: Iterable[str]) -> dict[str, tuple[bool, int]]:
+    """Return whether each row was cooling, and its fencing token.
+
+    Fields that our page didn't make are skipped.
+    """
     shown = {}
     for each in fields:
-        version, _colon, row_key = each.partition(":")
         with suppress(ValueError):
-            shown[validation.key_of_row(*apart(unquote(row_key)))] = int(version)
+            state, version, row_key = each.split(":", 2)
+            key = validation.key_of_row(*apart(unquote(row_key)))
+            shown[key] = State(state) is State.COOLING, int(version)
     return shown
 
 
@@ -256,14 +268,11 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _rows(
         self, locks: Sequence[DistributedLock]
     ) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return each grant's form field, fencing token and key, and its cells."""
+        """Return the form field of each, and its cells."""
         names = list(self.confirmed_fields)
         if all(lock.permit is None for lock in locks):
             names.remove("shown_permit")
-        return [
-            (f"{lock.version}:{escaped(lock.key)}", self._cells(lock, names))
-            for lock in locks
-        ]
+        return [(field_of(lock), self._cells(lock, names)) for lock in locks]
 
     def _cells(
         self, lock: DistributedLock, names: Sequence[str]
@@ -285,9 +294,10 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         current = self.get_queryset(request).in_bulk(list(shown))
         locks = []
         keys: dict[str, list[str]] = {outcome: [] for outcome in _OUTCOMES}
-        for key, version in shown.items():
-            if key in current and current[key].version == version:
-                locks.append(current[key])
+        for key, grant in shown.items():
+            lock = current.get(key)
+            if lock is not None and (not lock.owner, lock.version) == grant:
+                locks.append(lock)
             else:
                 keys["changed"].append(key)
         form = ReleaseForm(request.POST)
@@ -314,7 +324,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> str:
         """Release this grant or ask its holder to; record it, return the outcome."""
         is_request = kind == Intervention.Kind.REQUEST
-        act = self.locks.request_release if is_request else self.locks.force_release
+        # No later grant, and not what is left of this one once its holder released it.
+        same = self.locks.filter(owner=lock.owner)
+        act = same.request_release if is_request else same.force_release
         if is_request and State(lock.state) is not State.HELD:
             return "unheld"
         if is_busy(self.locks, lock.key):

@@ -40,7 +40,10 @@ class Source(ABC):
 
     @abstractmethod
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
-        """Release the grant that was found; tell whether it was still current."""
+        """Release what was found; tell whether it was still current.
+
+        A grant that its holder has released since, and that is cooling, isn't.
+        """
 
     @abstractmethod
     def request_release(self, lock: AnyLock, **how: Any) -> bool:
@@ -84,7 +87,8 @@ class Table(Source):
         return session_locks.waiters(connections[self._locks.db], keys)
 
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
-        return self._locks.force_release(
+        # A later release leaves the version, and the row cooling.
+        return self._locks.filter(owner=lock.owner).force_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
         )
 
@@ -123,7 +127,7 @@ class Engine(Source):
         return {key: number for key, number in numbers.items() if number}
 
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
-        if lock.version is None and not self._has_owner(lock):
+        if not self._has_owner(lock):
             return False
         return self._backend.force_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
@@ -137,9 +141,10 @@ class Engine(Source):
         )
 
     def _has_owner(self, lock: AnyLock) -> bool:
-        """Look again, just before, where no fencing token tells one grant from others.
+        """Look again, just before: a fencing token stays when its holder releases.
 
-        One that comes in between is released in its place.
+        What becomes cooling in between is released all the same; without a fencing
+        token, so is another grant.
         """
         entries = self._backend.entries(lock.lock_key)
         return any((e.key, e.owner) == (lock.key, lock.owner) for e in entries)

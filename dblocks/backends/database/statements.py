@@ -244,7 +244,7 @@ class Statements:
             f"UPDATE {d.table} SET version = version + 1, hold_count = 0, "
             f"acquired_at = NULL, min_until = NULL, max_until = NULL, "
             f"release_requested_at = NULL, owner = '', expires_at = {d.now} "
-            f"WHERE {self.this_key} AND version = {d.integer('version')}"
+            f"WHERE {self.current}"
         )
 
     @cached_property

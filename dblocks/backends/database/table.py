@@ -234,7 +234,10 @@ def release_again(
 
 
 def force_release(connection: Connection, grant: Grant) -> bool:
-    """End a grant without its holder; tell whether its version was current."""
+    """End a grant without its holder; tell whether it was current.
+
+    Without an owner, it is cooling.
+    """
     return write(connection, "force_release", grant)
 
 

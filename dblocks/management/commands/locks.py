@@ -230,7 +230,7 @@ exit status:
             if (age := how["older_than"]) is not None:
                 young = f"has not been held for {age:g} s, or "
             what = named(lock.lock_key, lock.permit)
-            self.fail(f"{what} {young}has changed hands: nothing was released")
+            self.fail(f"{what} {young}was released or changed hands: nothing was done")
 
     def _release_all(
         self, selection: Selection, yes: bool, how: dict[str, Any]
@@ -250,7 +250,9 @@ exit status:
         if left:
             names = ", ".join(named(lock.lock_key, lock.permit) for lock in left)
             which = f"{len(left)} of {len(locks)}"
-            self.fail(f"{which} changed hands and were left alone: {names}")
+            self.fail(
+                f"{which} were released or changed hands, and were left alone: {names}"
+            )
 
     def _ask_holders(
         self, locks: Sequence[AnyLock], how: dict[str, Any], unheld: str
