@@ -125,3 +125,13 @@ def test_index_of_the_tests() -> None:
     index = re.findall(r"^- `(.+?)`: (.+)$", (TESTS / "README.md").read_text(), re.M)
     assert len(index) == len(dict(index))
     assert dict(index) == said
+
+
+def test_one_module_sets_timers() -> None:
+    """A signal that is ordered elsewhere could reach a later test, or end them all."""
+    found = {
+        module.relative_to(TESTS).as_posix()
+        for module in [*TESTS.glob("*.py"), *TESTS.glob("[st]*/*.py")]
+        if re.search(r"signal\.(setitimer|alarm)\([^)]", module.read_text())
+    }
+    assert found == {"support/alarms.py"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from dblocks import Lease, LeaseLost, LockError, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
+from tests.support.alarms import alarms
 from tests.support.factories import AccountFactory, stored
 from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT, inherited, names_of_databases
@@ -86,7 +88,7 @@ def test_collected_at_any_line(run: Run, subject: str) -> None:
 
 def test_alarms(run: Run) -> None:
     """Hundreds of real alarms, in the middle of locks' statements too, do no harm."""
-    run("alarms", rounds=600)
+    run("alarmed", rounds=600)
 
 
 @pytest.mark.needs("has_table")
@@ -94,7 +96,30 @@ def test_alarms_at_a_taken_key(run: Run) -> None:
     """A taken key is never granted, whatever else a handler sends meanwhile."""
     if connection.vendor == "postgresql":
         pytest.skip("what a handler sends there in a statement's middle, hangs")
-    run("alarms_at_taken_key", rounds=600)
+    run("alarmed_at_taken_key", rounds=600)
+
+
+def test_alarm_that_comes_as_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What signals these tests send, none of them reaches a later one."""
+    setitimer, heard = signal.setitimer, []
+
+    def late(timer: int, seconds: float) -> None:
+        setitimer(timer, seconds)
+        if not seconds:
+            # It was on its way when the timer was stopped.
+            signal.raise_signal(signal.SIGALRM)
+
+    def again(frame: object) -> None:
+        heard.append(frame)
+        arm(60)
+
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(signal, "setitimer", late)
+    with alarms(again) as arm:
+        signal.raise_signal(signal.SIGALRM)
+    assert len(heard) == 1
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 # Statements whose result is that of another one

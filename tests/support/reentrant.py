@@ -14,17 +14,18 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import django
 from django.db import Error, connections
+
+from tests.support.alarms import alarms
 
 #: Seconds that one round may take, however busy the machine.
 ROUND = 10.0
@@ -220,38 +221,30 @@ def sweep(key: str, backend: str, subject: str, action: str) -> None:
     assert taken.release() is True
 
 
-class Alarms:
-    """A signal that comes often, at any moment, so many times or until the block ends.
+@contextmanager
+def storm(handle: Action, most: int) -> Iterator[Callable[[], int]]:
+    """Give a signal that comes often, at any moment; how often is what the call says.
 
-    A slow machine may come to little else between two of them.
+    It comes so many times or until the block ends: a slow machine may come to little
+    else between two of them.
     """
+    chance = random.Random(20240229)
+    count = 0
 
-    def __init__(self, handle: Action, most: int) -> None:
-        self.count = 0
-        self._most = most
-        self._handle = handle
-        self._chance = random.Random(20240229)
-        self._going_on = True
-
-    def __enter__(self) -> Alarms:
-        signal.signal(signal.SIGALRM, self._alarm)
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._going_on = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _alarm(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self._handle()
+    def heard(frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        handle()
         # Not before: a handler is not interrupted by itself here.
-        if self._going_on and self.count < self._most:
-            seconds = self._chance.uniform(0.0002, 0.003)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+        if count < most:
+            arm(chance.uniform(0.0002, 0.003))
+
+    with alarms(heard) as arm:
+        arm(0.001)
+        yield lambda: count
 
 
-def alarms(key: str, backend: str, rounds: int) -> None:
+def alarmed(key: str, backend: str, rounds: int) -> None:
     """Use locks while the handler of a frequent signal uses others."""
     cast = Cast(key, backend)
     actions = itertools.cycle([cast.acquire_and_release, cast.release])
@@ -265,8 +258,8 @@ def alarms(key: str, backend: str, rounds: int) -> None:
 
     taken = cast.lock("taken", owner="somebody").acquire(timeout=0)
     round_ = itertools.count()
-    with Alarms(handle, most=rounds) as alarms:
-        while next(round_) < rounds or alarms.count < rounds / 10:
+    with storm(handle, most=rounds) as count:
+        while next(round_) < rounds or count() < rounds / 10:
             faulthandler.dump_traceback_later(ROUND, exit=True)
             try:
                 false = cast.lock("taken").try_acquire()
@@ -280,10 +273,10 @@ def alarms(key: str, backend: str, rounds: int) -> None:
     assert taken.release() is True
     faulthandler.cancel_dump_traceback_later()
     kinds = sorted(set(errors))
-    assert not errors, f"{len(errors)} errors, {alarms.count} alarms: {kinds[:5]}"
+    assert not errors, f"{len(errors)} errors, {count()} alarms: {kinds[:5]}"
 
 
-def alarms_at_taken_key(key: str, backend: str, rounds: int) -> None:
+def alarmed_at_taken_key(key: str, backend: str, rounds: int) -> None:
     """Try for a taken key while a handler uses the same connection.
 
     That the driver may refuse the one or the other is its own affair.
@@ -304,8 +297,8 @@ def alarms_at_taken_key(key: str, backend: str, rounds: int) -> None:
 
     taken = cast.lock("taken", owner="somebody").acquire(timeout=0)
     round_ = itertools.count()
-    with Alarms(handle, most=rounds) as alarms:
-        while next(round_) < rounds or alarms.count < rounds / 10:
+    with storm(handle, most=rounds) as count:
+        while next(round_) < rounds or count() < rounds / 10:
             faulthandler.dump_traceback_later(ROUND, exit=True)
             with suppress(Error):
                 lease = cast.lock("taken").try_acquire()
@@ -313,11 +306,11 @@ def alarms_at_taken_key(key: str, backend: str, rounds: int) -> None:
                     granted.append(repr(lease))
     faulthandler.cancel_dump_traceback_later()
     assert taken.held
-    assert not granted, f"{len(granted)} of {alarms.count} alarms: {granted[:5]}"
+    assert not granted, f"{len(granted)} of {count()} alarms: {granted[:5]}"
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
-    program.__name__: program for program in (sweep, alarms, alarms_at_taken_key)
+    program.__name__: program for program in (sweep, alarmed, alarmed_at_taken_key)
 }
 
 
