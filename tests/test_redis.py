@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import StringIO
@@ -948,9 +949,9 @@ def test_try_where_all_waiters_are_dead(here: Any, key: str, permits: int) -> No
     request = Request(key, "x", 60.0, permits=permits)
     for name in ("aa dead", "bb dead", "cc dead"):
         assert engine()._server.queue(request, name, 20.0)[0] is False
+    began = time.monotonic()
     for lease in theirs:
         lease.release()
-    began = time.monotonic()
     mine = eventually(lock.try_acquire, within=3 * GRACE + SLACK, what="the grant")
     assert time.monotonic() - began > GRACE / 2
     mine.release()
@@ -994,10 +995,11 @@ def test_reserved_key_is_not_polled(here: Any, key: str) -> None:
     lease = distributed_lock(key, lease=60).acquire(timeout=0)
     request = Request(key, "x", 60.0)
     engine()._server.queue(request, "aa dead", 20.0)
-    lease.release()
     before = commands(here)
-    with takes(GRACE / 2, 3 * GRACE + SLACK), distributed_lock(key, timeout=5):
-        pass
+    with takes(GRACE / 2, 3 * GRACE + SLACK):
+        lease.release()
+        with distributed_lock(key, timeout=5):
+            pass
     assert commands(here) - before < 25
 
 
@@ -1051,9 +1053,9 @@ def test_end_of_the_wait_meets_the_bell(here: Any, key: str) -> None:
         lease = distributed_lock(key, lease=60).acquire(timeout=1)
         began = time.monotonic()
         answer = hasty.start(wait)
-        eventually(lambda: engine().waiters(key).number == 1, what="the first")
+        queue_up(key, 1, answer)
         second = other.start(patient.acquire)
-        eventually(lambda: engine().waiters(key).number == 2, what="the second")
+        queue_up(key, 2, answer)
         moment = began + 0.29 + 0.001 * number
         time.sleep(max(0.0, moment - time.monotonic()))
         lease.release()
@@ -1065,6 +1067,14 @@ def test_end_of_the_wait_meets_the_bell(here: Any, key: str) -> None:
     nothing_left(here)
     hasty.close()
     other.close()
+
+
+def queue_up(key: str, number: int, hasty: Future[bool]) -> None:
+    """Wait until so many queue, unless the time of the hasty one is over before."""
+    eventually(
+        lambda: hasty.done() or engine().waiters(key).number == number,
+        what="the queue",
+    )
 
 
 def nothing_left(inside: Any) -> None:

@@ -49,10 +49,20 @@ def servers(five: list[Redis], settings: Any) -> Iterator[list[Redis]]:
         redis.Redis.from_url(server.url()).flushall()
 
 
-def use(settings: Any, locations: list[str], **config: Any) -> None:
+#: A server that waits for a processor answers late, and must be heard all the same.
+PATIENT = {"socket_timeout": 5, "socket_connect_timeout": 5}
+
+
+def use(settings: Any, locations: list[str], options: Any = PATIENT) -> None:
     """Keep the locks of two aliases in these servers."""
-    entry = {"BACKEND": BACKEND, "LOCATION": locations, **config}
+    entry = {"BACKEND": BACKEND, "LOCATION": locations, "OPTIONS": options}
     settings.DBLOCKS = {"default": entry, "second": entry}
+
+
+@pytest.fixture
+def impatient(servers: list[Redis], settings: Any) -> None:
+    """Wait for a server as briefly as is usual."""
+    use(settings, [server.url() for server in servers], {})
 
 
 def test_release_without_threads(
@@ -84,6 +94,7 @@ def pause(server: Redis) -> None:
     stop(server.pid)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize(
     ("fault", "seconds"), [(Redis.kill, 0.1), (pause, 0.25)], ids=["down", "stopped"]
@@ -109,6 +120,7 @@ def test_minority_is_out_of_reach(
     assert set(holders(servers[number:], key)) == {""}
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", [Redis.kill, pause], ids=["down", "stopped"])
 def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) -> None:
     """That is an error and never "taken"; what is held is lost on time."""
@@ -144,8 +156,7 @@ def test_restarted_without_file(settings: Any, key: str) -> None:
         forgetful = ["--appendonly", "no"]
         servers = [stack.enter_context(Redis(arguments=forgetful)) for _ in range(5)]
         urls = [server.url() for server in servers]
-        # All that run must answer.
-        use(settings, urls, OPTIONS={"socket_timeout": 5})
+        use(settings, urls)
         lease = distributed_lock(key, lease=60).acquire(timeout=0)
         for server in servers[:2]:
             server.kill()
@@ -240,7 +251,6 @@ def test_contenders(servers: list[Redis], key: str) -> None:
 def crew(servers: list[Redis], committed: None) -> Iterator[Crew]:
     """Run programs in processes whose locks are on these servers."""
     urls = ",".join(server.url() for server in servers)
-    # A server that waits for a processor answers late.
     crew = Crew({"REDLOCK_URLS": urls, "REDLOCK_SOCKET_TIMEOUT": "5"})
     yield crew
     crew.close()
@@ -278,7 +288,7 @@ def test_late_grants_are_not_valid(
     with ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(each.port)) for each in servers]
         urls = [f"redis://127.0.0.1:{proxy.port}/0" for proxy in proxies]
-        use(settings, urls, OPTIONS={"socket_timeout": 2})
+        use(settings, urls, {"socket_timeout": 2})
         with distributed_lock(key):
             pass
         for proxy in proxies[:3]:
