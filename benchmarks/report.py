@@ -19,6 +19,8 @@ METHOD = (
     "Contenders take turns, in changing order.\n"
     "Where a figure was measured several times, by processes of their own, it is the "
     "median, and the least and the greatest follow in brackets.\n"
+    "Most ratios are taken run by run, and the median is given: it can differ a little "
+    "from the ratio of two medians.\n"
     "Nothing but the lock is measured: the server is on the same machine."
 )
 

@@ -12,8 +12,9 @@ from django.db import connection
 from django.test import override_settings
 from pytest_django import DjangoAssertNumQueries
 
-from benchmarks import contention, floor, permits, report, sets, telemetry
+from benchmarks import contenders, contention, floor, permits, report, sets, telemetry
 from benchmarks.figures import (
+    FULL,
     QUICK,
     Figure,
     Result,
@@ -219,6 +220,76 @@ def test_permits_are_judged_by_one() -> None:
         *((3.5, True), (0.75, False), (3.0, False)),
     ]
     assert permits.judge("mariadb", runs, {1: 2.0, 4: 3.0}).verdicts[2].met
+
+
+RUNS = [[0.001, 0.001, 0.004], [0.002] * 3, [0.005] * 9]
+"""Hand-offs of three runs: in seconds, and not equally many."""
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dblocks hand a key over as `RUNS` says, and kazoo always in 4 ms."""
+    here = [contenders.DBLOCKS, contenders.KAZOO]
+    runs = dict(zip(here, map(iter, (RUNS, [[0.004]] * len(RUNS))), strict=True))
+    for name, double in {
+        "contenders.on": lambda server, waiting: here,
+        "play_ping_pong": lambda contender, rounds, seconds: next(runs[contender]),
+        "history.hand_offs": lambda hand_offs: hand_offs,
+        "history.overlaps": lambda hand_offs: 0,
+        "crew.run_one": lambda *args, **kwargs: [0.001],
+    }.items():
+        monkeypatch.setattr(f"benchmarks.contention.{name}", double)
+
+
+def medians(result: Result) -> dict[str, float]:
+    """Return what the page says of dblocks among the figures."""
+    mine = [each for each in result.figures if each.contender == "dblocks"]
+    return {figure.name: figure.median for figure in mine}
+
+
+@pytest.mark.usefixtures("played")
+def test_hand_off_has_one_value() -> None:
+    """What is judged is what stands among the figures: the median of the runs."""
+    result = contention.measure_hand_off("mariadb", FULL)
+    judged = {verdict.target: verdict.value for verdict in result.verdicts}
+    target = "hand-off to a waiting process"
+    assert medians(result) == {"hand-off, p50": 2.0, "hand-off, p99": 4.0}
+    assert judged == {f"{target}, p50": 2.0, f"{target}, p99": 4.0}
+
+
+@pytest.mark.usefixtures("played")
+def test_hand_off_is_compared_by_the_figures() -> None:
+    """In ZooKeeper a hand-off is set against that of kazoo's own lock."""
+    verdict, *others = contention.measure_hand_off("zookeeper", FULL).verdicts
+    assert (verdict.value, verdict.met, others) == (0.5, True, [])
+
+
+def test_hand_off_between_threads_has_one_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is judged is what stands among the figures: the median of the runs."""
+    runs = iter([contention.Sharing(run, 1, 0) for run in RUNS])
+    bare = Figure("hand-off between threads, p50", "bare", "ms", [1.0])
+    monkeypatch.setattr(contention, "_bare_hand_off", lambda *args: bare)
+    monkeypatch.setattr(contention.crew, "run_one", lambda *args, **kwargs: next(runs))
+    result = contention.measure_threads("mariadb", FULL)
+    assert medians(result) == {
+        "hand-off between threads, p50": 2.0,
+        "hand-off between threads, p99": 4.0,
+        "threads that ask at once": 1.0,
+    }
+    assert [verdict.value for verdict in result.verdicts] == [2.0, 1.0]
+
+
+def test_hand_off_after_a_long_wait_has_one_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is judged is what stands among the figures: the median of the keys."""
+    wait = contention.LongWait(10.0, 9.0, [0.010, 0.020, 0.040, 0.060])
+    monkeypatch.setattr(contention, "wait_for_long", lambda **kwargs: wait)
+    result = contention.measure_long_wait("mariadb", FULL)
+    assert medians(result)["hand-off after the wait"] == pytest.approx(30.0)
+    assert [v.value for v in result.verdicts] == [9.0, pytest.approx(30.0)]
 
 
 def test_telemetry_is_judged_by_what_it_adds() -> None:
