@@ -185,7 +185,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Args:
             version: Release only the grant with this fencing token, no later one.
             older_than: Release only a lock that has been held for longer than this, in
-                seconds or as a ``timedelta``.
+                seconds or as a ``timedelta``, at most 366000 days.
             by: Who does it, for the signal and the history: a user or a name.
             reason: Why, for the same.
 
@@ -199,7 +199,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         if version is not None:
             rows = rows.filter(version=version)
         if older_than is not None:
-            age = validation.duration("older_than", older_than)
+            age = validation.age(older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
@@ -253,7 +253,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
 
     def stale(self, older_than: float | timedelta) -> LockQuerySet:
         """Return the locks whose key has been free, or overdue, for ``older_than``."""
-        age = validation.duration("older_than", older_than)
+        age = validation.age(older_than)
         rows: LockQuerySet = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
         return rows
 

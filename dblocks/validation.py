@@ -25,6 +25,8 @@ MAX_OWNER = 64
 MAX_NOTE = 255
 MIN_LEASE = 0.1
 MAX_LEASE = 366 * 86400.0
+MAX_AGE = 366_000 * 86400.0
+"""A moment so long ago is one that every database knows: the years begin at 1000."""
 
 Key = str | Callable[..., str | Iterable[str]]
 """A key, or a callable that makes it from the arguments of a decorated call."""
@@ -203,6 +205,14 @@ def timeout(value: object, name: str = "timeout") -> float | None:
     if value == math.inf:
         raise ValueError(f"{name} must be finite, not {value!r}: None waits for ever")
     return None if value is None else duration(name, value)
+
+
+def age(value: object, name: str = "older_than") -> float:
+    """Return how long something must have been the case."""
+    seconds = duration(name, value)
+    if seconds > MAX_AGE:
+        raise ValueError(f"{name} must be from 0 s to 366000 days, not {value!r}")
+    return seconds
 
 
 def bounded(name: str, value: object, least: float = 0.0) -> float:

@@ -1059,6 +1059,19 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "long key": (["show", "k" * 256], "longer than 255"),
     "token": (["release", "k", "--fencing-token", "x"], "--fencing-token"),
     "permit": (["show", "k", "--permit", "x"], "--permit"),
+    "blank holder": (
+        ["release", "--holder", "", "--yes"],
+        "--holder must not be blank",
+    ),
+    "blank holder to ask": (["release", "--holder", " ", "--ask"], "--holder must not"),
+    "blank pattern": (["release", "--key", " ", "--yes"], "--key must not be blank"),
+    "one is blank": (["release", "--key", "", "--holder", "h", "--yes"], "--key must"),
+    "blank holder to list": (["list", "--holder", ""], "--holder must not be blank"),
+    "endless age": (["prune", "--older-than", "366001d"], "from 0 s to 366000 days"),
+    "endless age to hold": (
+        ["release", "k", "--older-than", "9" * 400 + "d", "--yes"],
+        "--older-than must be",
+    ),
     "negative permit": (["release", "k", "--permit", "-1"], "from 0 to 999"),
     "permit in the key": (["show", "k\x1f1"], "U+001F"),
 }
@@ -1066,11 +1079,13 @@ USAGE: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("arguments", "word"), USAGE.values(), ids=USAGE)
 def test_bad_usage(run: Run, arguments: list[str], word: str) -> None:
-    """Bad usage is status 64 and one line."""
+    """Bad usage is status 64 and one line, and nothing happens."""
+    LockFactory(held=True, key="k", holder="host pid 1 (a thread)")
     status, out, err = run(*arguments)
     assert (status, out) == (64, "")
     assert len(err.splitlines()) == 1
     assert word in err
+    assert (stored("k").version, stored("k").release_requested_at) == (1, None)
 
 
 @pytest.mark.parametrize(

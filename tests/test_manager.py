@@ -14,6 +14,7 @@ from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import interventions
+from dblocks.conf import backends
 from dblocks.interventions import Intervention
 from dblocks.models import DistributedLock, TokenFloor
 from dblocks.signals import lock_force_released
@@ -270,6 +271,24 @@ def test_force_release_of_old_grants(unit: Any) -> None:
     assert locks.force_release("k", older_than=unit(200)) is False
     assert locks.held().filter(pk="k").exists()
     assert locks.force_release("k", older_than=unit(50)) is True
+
+
+@pytest.mark.parametrize("age", [366_001 * 86400, timedelta(days=366_001), 1e300, 1e12])
+def test_ages_have_a_limit(settings: Any, age: Any) -> None:
+    """No database is asked for a moment that it may not know; all know the limit."""
+    path = "dblocks.backends.locmem.LocMemBackend"
+    settings.DBLOCKS = {"memory": {"BACKEND": path}}
+    LockFactory(key="k", held=True)
+    for verb in (
+        lambda: locks.force_release("k", older_than=age),
+        lambda: locks.stale(older_than=age),
+        lambda: locks.prune(older_than=age),
+        lambda: backends["memory"].force_release("k", older_than=age),
+    ):
+        with pytest.raises(ValueError, match="older_than must be from 0 s to 366000 d"):
+            verb()
+    assert locks.force_release("k", older_than=timedelta(days=366_000)) is False
+    assert locks.prune(older_than=timedelta(days=366_000)) == 0
 
 
 def test_permits_are_rows_of_their_own() -> None:

@@ -265,7 +265,7 @@ class BaseBackend(ABC):
         how = validation.intervention(by, reason, version)
         age = 0.0
         if older_than is not None:
-            age = validation.duration("older_than", older_than)
+            age = validation.age(older_than)
         ended = self.end_grant(row_key, version, age)
         if ended is None:
             return False

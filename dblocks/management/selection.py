@@ -33,6 +33,12 @@ class Selection:
     pattern: str | None = None
     holder: str | None = None
 
+    def __post_init__(self) -> None:
+        # A variable that a script forgot to set, perhaps.
+        for option, text in (("--key", self.pattern), ("--holder", self.holder)):
+            if text is not None and not text.strip():
+                raise ValueError(f"{option} must not be blank: {text!r}")
+
     @property
     def prefix(self) -> str:
         """What the keys begin with, as far as the pattern tells."""

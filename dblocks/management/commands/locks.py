@@ -135,7 +135,7 @@ exit status:
         """Show all locks, or some."""
         if limit is not None and limit < 1:
             raise bad_usage(f"--limit must be 1 or more, not {limit}")
-        selection = Selection(state=state, pattern=pattern, holder=holder)
+        selection = checked(Selection, state=state, pattern=pattern, holder=holder)
 
         def find() -> Sequence[AnyLock]:
             return ordered(self.source.find(selection), sort)
@@ -197,6 +197,8 @@ exit status:
         checked(validation.text, "--reason", reason)
         if ask and older_than is not None:
             raise bad_usage("--older-than is for a forced release: leave out --ask")
+        if older_than is not None:
+            older_than = checked(validation.age, older_than, "--older-than")
         how: dict[str, Any] = {"by": _user(), "reason": reason}
         if not ask:
             how["older_than"] = older_than
@@ -205,7 +207,7 @@ exit status:
                 raise bad_usage("write KEY, or --key PATTERN or --holder TEXT")
             if permit is not None or fencing_token is not None:
                 raise bad_usage("--permit and --fencing-token need KEY")
-            selection = Selection(pattern=pattern, holder=holder)
+            selection = checked(Selection, pattern=pattern, holder=holder)
             if ask:
                 found = ordered(self.source.find(selection))
                 self._ask_holders(found, how, UNHELD)
@@ -351,7 +353,7 @@ exit status:
 
         Held and cooling locks stay; fencing tokens never go back.
         """
-        age = checked(validation.duration, "--older-than", older_than)
+        age = checked(validation.age, older_than, "--older-than")
         if dry_run:
             count = self.source.count_stale(age)
             text = ngettext(
