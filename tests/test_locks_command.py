@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import OperationalError, connection, connections, transaction
 from django.test import RequestFactory
+from django.utils import translation
 
 from dblocks import distributed_lock
 from dblocks.admin import DistributedLockAdmin
@@ -584,6 +585,76 @@ def test_control_characters_stay_off_the_screen(run: Run) -> None:
     out = run("list")[1]
     assert "\x1b" not in out
     assert "\\x1b[2Jgone\\n" in out
+
+
+STEERING = "web\x1b[2J\r\n\u202e\x9b pid 1"
+SEEN = r"web\x1b[2J\r\n\u202e\x9b pid 1"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["show", STEERING],
+        ["release", STEERING],
+        ["release", STEERING, "--ask"],
+        ["release", STEERING, "--yes"],
+        ["release", "--key", "*", "--yes"],
+        ["release", "job", "--yes"],
+    ],
+    ids=["list", "show", "question", "ask", "release", "release all", "permits"],
+)
+def test_nothing_steers_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """No key, holder or note does, whatever it says: it is shown instead."""
+    for key in (STEERING, "job\x1f1", "job\x1f2"):
+        LockFactory(held=True, key=key, holder=STEERING, note=STEERING)
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    _status, out, err = run(*arguments)
+    assert (out + err).replace("\n", "").replace("\t", "").isprintable()
+    assert SEEN in out + err
+
+
+@pytest.mark.parametrize("verb", [["list"], ["show", STEERING]], ids=["list", "show"])
+def test_json_does_not_steer_the_terminal(run: Run, verb: list[str]) -> None:
+    """It has the exact texts, as JSON writes what can't be printed."""
+    LockFactory(held=True, key=STEERING, holder=STEERING)
+    _status, out, _err = run(*verb, "--json")
+    assert out.replace("\n", "").isprintable()
+    facts = json.loads(out)
+    facts = facts[0] if verb == ["list"] else facts
+    assert (facts["key"], facts["holder"]) == (STEERING, STEERING)
+
+
+def printed(encoding: str, *arguments: str, **options: Any) -> str:
+    """Return what the command writes to a stream that knows few characters."""
+    stream = TextIOWrapper(BytesIO(), encoding=encoding)
+    call_command("locks", *arguments, stdout=stream, **options)
+    stream.seek(0)
+    return stream.read()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_narrow_encoding(encoding: str) -> None:
+    """What the output's encoding lacks is shown as an escape, and no error."""
+    LockFactory(held=True, key="注文é", holder="höst", note="€")
+    key, holder = r"\u6ce8\u6587", "h\\xf6st" if encoding == "ascii" else "höst"
+    for verb in (["list"], ["show", "注文é"]):
+        shown = printed(encoding, *verb)
+        assert key in shown
+        assert holder in shown
+        facts = json.loads(printed(encoding, *verb, json=True))
+        facts = facts[0] if verb == ["list"] else facts
+        assert (facts["key"], facts["note"]) == ("注文é", "€")
+    asked = printed(encoding, "release", "注文é", ask=True)
+    assert f"Asked {holder} to release the lock '{key}" in asked
+    told = printed(encoding, "release", "注文é", yes=True)
+    assert told.startswith(f"Released '{key}")
+    assert DistributedLock.objects.free().filter(pk="注文é").exists()
+    with translation.override("ja"):
+        assert printed(encoding, "prune", "--older-than", "0")
+    assert not DistributedLock.objects.exists()
 
 
 def test_watch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1530,8 +1601,12 @@ def test_user_without_a_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             Reading(owner="o", remaining=2, holder="web-1", note="job", permit=0),
             "all permits are taken, one by web-1 (job); its lease can end in 2.0 s",
         ),
+        (
+            Reading(owner="o", remaining=2, holder="web\n", note="\x1b[2J"),
+            r"it is held by web\n (\x1b[2J); its lease can end in 2.0 s",
+        ),
     ],
-    ids=["nobody", "cooling", "held", "permit"],
+    ids=["nobody", "cooling", "held", "permit", "hostile"],
 )
 def test_who_has_it(reading: Reading, said: str) -> None:
     """Whoever is refused is told who has the lock, as far as that is known."""

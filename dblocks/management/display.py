@@ -25,11 +25,33 @@ from .rendering import (
 from .sources import Source
 
 
+def encodable(text: str, stream: OutputWrapper) -> str:
+    """Return a text with escapes for what the encoding of a stream lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class Output:
+    """What people read: no text fails for want of a character."""
+
+    def __init__(self, stream: OutputWrapper) -> None:
+        self._stream = stream
+
+    def write(self, text: str, ending: str = "\n") -> None:
+        self._stream.write(encodable(text, self._stream), ending=ending)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 class Display:
     """Writes locks: for people to ``out``, for programs to ``stdout``."""
 
     def __init__(
-        self, source: Source, stdout: OutputWrapper, out: OutputWrapper, style: Any
+        self, source: Source, stdout: OutputWrapper, out: Output, style: Any
     ) -> None:
         self._source = source
         self._stdout = stdout
@@ -37,7 +59,11 @@ class Display:
         self._style = style
 
     def write_json(self, value: object) -> None:
-        self._stdout.write(json.dumps(value, indent=2, ensure_ascii=False))
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        lines = text.replace("\n", "")
+        if not lines.isprintable() or encodable(lines, self._stdout) != lines:
+            text = json.dumps(value, indent=2)
+        self._stdout.write(text)
 
     def facts(self, locks: Sequence[AnyLock]) -> list[dict[str, Any]]:
         waiting = self._source.waiting(locks)

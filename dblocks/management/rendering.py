@@ -11,6 +11,7 @@ from typing import Any
 
 from ..backends.values import Entry, Reading
 from ..models import DistributedLock, State
+from ..texts import visible
 
 AnyLock = DistributedLock | Entry
 """A lock or a permit: a row of the table with its state, or what an engine tells."""
@@ -223,9 +224,7 @@ def _cells_of(character: str) -> int:
 
 
 def _text(value: object) -> str:
-    """Return a value without control characters, which would steer the terminal."""
-    text = _EMPTY if value in (None, "") else str(value)
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return _EMPTY if value in (None, "") else visible(str(value))
 
 
 def _duration(value: float | None) -> str:
@@ -254,8 +253,8 @@ def unheld(lock: AnyLock) -> str:
 
 def holder_of(reading: Reading) -> str:
     """Say who has a lock, and when it can be free."""
-    who = reading.holder or "somebody"
-    note = f" ({reading.note})" if reading.note else ""
+    who = visible(reading.holder) or "somebody"
+    note = f" ({visible(reading.note)})" if reading.note else ""
     rest = f"{max(0.0, reading.remaining):.1f} s"
     is_one = reading.permit is None
     if reading.owner:

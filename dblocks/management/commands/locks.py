@@ -14,7 +14,8 @@ from django.core.management.base import CommandParser, OutputWrapper
 from django.utils.translation import ngettext
 
 from ... import validation
-from ..display import Display
+from ...texts import visible
+from ..display import Display, Output
 from ..lock_options import (
     add_common_arguments,
     add_list_arguments,
@@ -105,7 +106,7 @@ exit status:
     ) -> None:
         self.verbosity = verbosity
         #: For people; stdout itself is for JSON.
-        self.out = self.stdout if verbosity > 0 else OutputWrapper(StringIO())
+        self.out = Output(self.stdout if verbosity else OutputWrapper(StringIO()))
         self.source = source_of(database, backend)
         self.display = Display(self.source, self.stdout, self.out, self.style)
         try:
@@ -266,7 +267,7 @@ exit status:
             if self.source.request_release(lock, **how):
                 asked += 1
                 what = named(lock.lock_key, lock.permit)
-                self.out.write(f"Asked {lock.holder} to release {what}.")
+                self.out.write(f"Asked {visible(lock.holder)} to release {what}.")
         if not asked:
             why = "what was held has changed hands: nobody was asked"
             self.fail(why if held else unheld)
@@ -276,7 +277,8 @@ exit status:
             return False
         number = "" if lock.permit is None else f", permit {lock.permit}"
         token = "" if lock.version is None else f"fencing token {lock.version}, "
-        self.out.write(f"Released {lock.lock_key!r}{number} ({token}{lock.holder}).")
+        holder = visible(lock.holder)
+        self.out.write(f"Released {lock.lock_key!r}{number} ({token}{holder}).")
         return True
 
     def _compare(self, lock: AnyLock, fencing_token: int) -> None:
@@ -297,7 +299,10 @@ exit status:
             what = named(key, permit)
             self.fail(f"{what} is free: there is nothing to release")
         if len(taken) > 1 and taken[0].permit is not None:
-            names = [f"{each.permit} ({each.holder or each.state})" for each in taken]
+            names = [
+                f"{each.permit} ({visible(each.holder) or each.state})"
+                for each in taken
+            ]
             if len(names) > MAX_NAMED:
                 names[MAX_NAMED:] = ["…"]
             raise bad_usage(

@@ -1,0 +1,17 @@
+"""Texts from programs and users, as people may see them."""
+
+from __future__ import annotations
+
+
+def visible(text: str) -> str:
+    """Return a text with escapes for what can't be seen but steers how it is shown.
+
+    Line ends, the escape sequences of terminals, and marks that reverse the direction
+    of writing are such characters.
+    """
+    if text.isprintable():
+        return text
+    # The wide blank of Chinese and Japanese texts is seen as such.
+    return "".join(
+        c if c.isprintable() or c == "\u3000" else ascii(c)[1:-1] for c in text
+    )
