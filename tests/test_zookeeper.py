@@ -127,6 +127,12 @@ def own(configure: Configure, server: ZooKeeper) -> str:
 
 
 @pytest.fixture
+def long(configure: Configure) -> str:
+    """Return the alias of an engine whose leases outlast what a test does."""
+    return configure("long", LEASE=30)
+
+
+@pytest.fixture
 def ensemble() -> Iterator[list[ZooKeeper]]:
     """Run three servers as one."""
     members = [f"{HOST}:{free_port()}:{free_port()}" for _ in range(3)]
@@ -312,8 +318,8 @@ def test_own_length_may_be_given(backend: str, key: str) -> None:
 
 def test_not_renewed(lock: Locks, key: str, other: OtherThread) -> None:
     """A lease that isn't renewed ends, although the session goes on."""
-    lease = lock(renew=False).acquire()
     with takes(at_least=0.9 * engine().lease, at_most=engine().lease + SLACK):
+        lease = lock(renew=False).acquire()
         theirs = other.do(lock().acquire, timeout=DEADLINE)
     assert lease.lost_reason == "expired"
     assert theirs.fencing_token > lease.fencing_token
@@ -427,14 +433,13 @@ def test_force_release(
     other.do(theirs.release)
 
 
-def test_force_release_under_a_waiter(
-    acquire: Leases, lock: Locks, key: str, other: OtherThread
-) -> None:
+def test_force_release_under_a_waiter(long: str, key: str, other: OtherThread) -> None:
     """The next one is let in at once."""
-    lease = acquire(renew=False)
-    waiting = queued(other, lock(), key)
-    with takes(at_most=scaled(0.3)):
-        assert engine().force_release(key)
+    lock = distributed_lock(key, backend=long, renew=False)
+    lease = lock.acquire(timeout=0)
+    waiting = queued(other, lock, key)
+    with takes(at_most=SLACK):
+        assert engine(long).force_release(key)
         theirs = waiting.result(DEADLINE)
     assert lease.release() is False
     assert lease.lost_reason == "taken"
@@ -555,7 +560,7 @@ def test_waiter_for_fewer_permits(
     assert third.permit == 2
     second = threads().start(many.acquire, timeout=DEADLINE)
     eventually(lambda: engine().waiters(key).number == 2)
-    with takes(at_most=scaled(0.5)):
+    with takes(at_most=SLACK):
         assert third.release()
         assert second.result(DEADLINE).permit == 2
     assert not first.done()
@@ -645,21 +650,15 @@ else:
 
 
 def test_statements_while_waiting(
-    acquire: Leases,
-    lock: Locks,
-    key: str,
-    other: OtherThread,
-    configure: Configure,
-    monkeypatch: pytest.MonkeyPatch,
+    long: str, key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits leaves the server alone."""
-    alias = configure("long", LEASE=30)
-    with distributed_lock(key, backend=alias):
+    with distributed_lock(key, backend=long):
         sent: list[object] = []
-        waiting = other.start(distributed_lock(key, backend=alias).try_acquire, 4)
-        eventually(lambda: engine(alias).waiters(key).number == 1)
+        waiting = other.start(distributed_lock(key, backend=long).try_acquire, 6)
+        eventually(lambda: engine(long).waiters(key).number == 1)
         time.sleep(0.2)
-        client = session(alias).client
+        client = session(long).client
         call = client._call
 
         def count(request: Any, answer: Any) -> Any:
@@ -1005,7 +1004,7 @@ def test_request_that_kazoo_was_not_told_of(configure: Configure, key: str) -> N
         for _ in range(3):
             queued = mine.handler.async_result()
             mine.client._queue.append((Exists(mine.address.root, None), queued))
-            with takes(0, 0.5):
+            with takes(at_most=SLACK):
                 assert not distributed_lock(key + ":2", backend=alias).locked()
             assert queued.wait(DEADLINE)
 
@@ -1077,17 +1076,17 @@ def test_lost_reply_to_a_waiter(
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["any", "version"])
 def test_lost_reply_to_a_force_release(
-    acquire: Leases,
-    lock: Locks,
+    long: str,
     key: str,
     other: OtherThread,
     monkeypatch: pytest.MonkeyPatch,
     is_named: bool,
 ) -> None:
     """It ends one grant, and reports that one, although the next one has the key."""
-    lease = acquire(renew=False)
-    waiting = queued(other, lock(), key)
-    mine, reported = session(), []
+    lock = distributed_lock(key, backend=long, renew=False)
+    lease = lock.acquire(timeout=0)
+    waiting = queued(other, lock, key)
+    mine, reported = session(long), []
     remove = mine.remove
 
     def unanswered(paths: Any, give_up: float) -> Any:
@@ -1105,7 +1104,7 @@ def test_lost_reply_to_a_force_release(
     lock_force_released.connect(report)
     try:
         version = lease.fencing_token if is_named else None
-        assert engine().force_release(key, version=version)
+        assert engine(long).force_release(key, version=version)
     finally:
         lock_force_released.disconnect(report)
     assert reported == [lease.fencing_token]
@@ -1517,21 +1516,21 @@ def test_answer_to_kazoo() -> None:
     assert (bad.ready(), bad.successful()) == (True, False)
 
 
-def test_pause_of_almost_a_lease(own: str, key: str) -> None:
+def test_pause_of_almost_a_lease(long: str, key: str) -> None:
     """Whoever was silent for long asks only after the leader has resumed the session.
 
     The server that answers may not have told the leader that the session lives.
     """
-    lock = distributed_lock(key, backend=own)
+    lock = distributed_lock(key, backend=long)
     lock.acquire().release()
-    mine = session(own)
+    mine = session(long)
     number, connection = mine.id, mine.handler._latest
-    held = distributed_lock(f"{key}:held", backend=own).acquire()
+    held = distributed_lock(f"{key}:held", backend=long).acquire()
     # As if the process had stood still.
-    mine._heard_at -= 0.8 * engine(own).lease
+    mine._heard_at -= 0.8 * engine(long).lease
     lease = lock.acquire(timeout=DEADLINE)
     assert mine.handler._latest is not connection
-    assert session(own) is mine
+    assert session(long) is mine
     assert mine.id == number
     assert held.held
     held.renew()
