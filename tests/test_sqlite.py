@@ -41,7 +41,7 @@ from dblocks.conf import backends
 from dblocks.test import move_clock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Worker, Workers
+from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, STEP, eventually, scaled, takes
 from tests.testapp.models import Account
 
@@ -471,25 +471,6 @@ def test_waits_that_end_leave_one_thread(
     assert lock().acquire(timeout=0).release() is True
 
 
-def stop_between_looks(worker: Worker) -> None:
-    """Stop a process while it has none of SQLite's locks."""
-    name = connection.settings_dict["NAME"]
-
-    def stops() -> bool:
-        worker.stop()
-        try:
-            with closing(sqlite3.connect(name, isolation_level=None)) as raw:
-                raw.execute("PRAGMA busy_timeout = 200")
-                raw.execute("BEGIN EXCLUSIVE")
-                raw.execute("ROLLBACK")
-        except sqlite3.OperationalError:
-            worker.resume()
-            return False
-        return True
-
-    eventually(stops, what="a stop between two looks")
-
-
 @pytest.mark.usefixtures("queue")
 def test_stopped_waiter_costs_the_grace(
     workers: Workers, lock: Locks, key: str
@@ -499,7 +480,7 @@ def test_stopped_waiter_costs_the_grace(
     holder.expect("held")
     stopped = workers.start("hold", key=key, timeout=DEADLINE)
     until_somebody_queues(key)
-    stop_between_looks(stopped)
+    stopped.stop()
     holder.tell("release")
     holder.until_done()
     for _ in range(2):

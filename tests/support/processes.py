@@ -11,17 +11,18 @@ import multiprocessing
 import os
 import queue
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import connection, connections
 
 from tests.support.timing import DEADLINE, eventually
 from tests.support.worker import serve
@@ -59,6 +60,21 @@ def stop(pid: int) -> None:
 
 def resume(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
+
+
+def nobody_writes() -> bool:
+    """Tell whether the test's database has no writer, which in SQLite bars others."""
+    if connection.vendor != "sqlite":
+        return True
+    name = connection.settings_dict["NAME"]
+    try:
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            raw.execute("PRAGMA busy_timeout = 200")
+            raw.execute("BEGIN EXCLUSIVE")
+            raw.execute("ROLLBACK")
+    except sqlite3.OperationalError:
+        return False
+    return True
 
 
 OWN = ("COVERAGE", "PYTEST", "PYTHONDEVMODE", "DJANGO_SETTINGS_MODULE")
@@ -173,9 +189,17 @@ class Worker:
         return events
 
     def stop(self) -> None:
-        """Suspend the process and wait until it stands."""
-        stop(self.pid)
-        assert state_of(self.pid) == "T"
+        """Suspend the process and wait until it stands, without SQLite's locks."""
+
+        def stands() -> bool:
+            stop(self.pid)
+            assert state_of(self.pid) == "T"
+            if nobody_writes():
+                return True
+            self.resume()
+            return False
+
+        eventually(stands, what="a stop between two statements")
 
     def resume(self) -> None:
         resume(self.pid)
