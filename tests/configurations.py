@@ -68,6 +68,7 @@ CONTRACT = {
     "lock",
     "losses",
     "observability",
+    "owner_counts",
     "ownership",
     "permits",
     "recipes",

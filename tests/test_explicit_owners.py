@@ -325,7 +325,7 @@ def test_re_entered_beside_a_co_owner(acquire: Leases, key: str) -> None:
 def test_lost_holds_in_a_forked_child(acquire: Leases) -> None:
     """The parent alone subtracts the holds that it has lost."""
     hold = acquire(owner=OWNER)._hold
-    registry.note_forfeited(hold, 2)
+    registry.return_forfeited(hold.backend, hold.grant, 2)
     take = partial(registry.take_forfeited, hold.backend, hold.grant)
     assert in_forked_child(take) == 0
     assert take() == 2

@@ -576,7 +576,7 @@ def test_lost_holds_that_cant_be_subtracted(
     held = theirs.do(co_owner.acquire, 0)
     lost = lock.acquire()
     hold = lost._hold
-    registry.note_forfeited(hold, 1)
+    registry.return_forfeited(hold.backend, hold.grant, 1)
     hold._ends("expired")
     subtracting = failing(
         "default", *range(number), script=scripts.FORFEIT, afterwards=replies

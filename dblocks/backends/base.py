@@ -156,6 +156,10 @@ class BaseBackend(ABC):
             deadline: The local clock's time before which the grant can't have run out.
         """
 
+    def may_have_written(self, error: BaseException) -> bool:
+        """Tell whether a verb that raised this error may have been carried out."""
+        return True
+
     # What an engine may do in fewer steps
 
     def try_acquire_all(

@@ -102,7 +102,8 @@ class Hold:
         failing: The last renewal failed, or has not come back.
         counted: How many acquisitions are outstanding in this process.
         entered_again: There has been more than one.
-        written: How many of them the engine has counted.
+        written: One item for each of them that the engine counts. Whoever takes it out
+            has it subtracted: a release, or the explicit owner's return after a loss.
         promised: Weak references to the claims that are about to make a lease of it.
         leases: Weak references to the open leases: a hold that nothing refers to any
             more is not renewed.
@@ -115,7 +116,6 @@ class Hold:
     failing = False
     counted = 1
     entered_again = False
-    written = 1
     ref: weakref.ref[Hold] | None = None
     _lost_at: float | None = None
 
@@ -129,6 +129,7 @@ class Hold:
         self.note = claim.note
         self.sender = claim.sender
         self.template = claim.template
+        self.written: list[None] = [None]
         self.started = sent
         self.limit = sent + granted.limit
         self.promised: set[weakref.ref[Claim]] = set()
@@ -231,7 +232,7 @@ class Hold:
             self._lost_at = clock.monotonic()
             news.tell_loss(self, reason)
             if self.explicit:
-                registry.note_forfeited(self, self.written)
+                registry.forfeit(self.backend, self.grant, self.written)
             registry.discard(self)
             registry.freed(self.backend, self.key)
 
@@ -316,9 +317,14 @@ class Hold:
         elif self.grant not in outcome.extended:
             return True
         else:
-            self.written = self.written + 1 if self.explicit else counted
+            more = 1 if self.explicit else counted - len(self.written)
+            self.written.extend([None] * more)
             if self.extend(sent, lease):
                 return True
+            # The owner is about to take the key anew, and subtracts what it has lost.
+            self.note_overdue()
+            if self.explicit:
+                registry.forfeit(self.backend, self.grant, self.written)
         self._count_one_less()
         return False
 
@@ -346,32 +352,36 @@ class Hold:
             registry.discard(self)
         if self.lost_reason is not None and not final:
             return False
-        if self.written <= self.counted:
-            return True
-        self.written -= 1
-        return None
+        return None if len(self.written) > self.counted and self._take_out() else True
+
+    def _take_out(self) -> bool:
+        """Take one of the written holds out; ``False`` if others have taken them all.
+
+        It may be overdue, but guarded, and its owner may have taken the key again.
+        """
+        try:
+            self.written.pop()
+        except IndexError:
+            return False
+        return True
 
     def _write_release(self) -> bool:
-        if self.explicit and self._end:
-            # Overdue, but guarded. Another hold of the owner may have released it.
-            forfeited = registry.take_forfeited(self.backend, self.grant)
-            if not forfeited:
-                return True
-            registry.note_forfeited(self, forfeited - 1)
         try:
             held = self.backend.release(
                 self.grant,
                 count=None if self.explicit else self.counted,
                 deadline=self.deadline,
             )
-        except BaseException:
-            self._failed()
+        except BaseException as error:
+            self._failed(error)
             raise
         finally:
             self._asked()
         return self._released(held)
 
-    def _failed(self) -> None:
+    def _failed(self, error: BaseException) -> None:
+        if self.explicit and not self.backend.may_have_written(error):
+            registry.return_forfeited(self.backend, self.grant, 1)
         if self.counted == 0:
             self._ends(RELEASED)
 
@@ -391,6 +401,8 @@ class Hold:
     def forsake(self) -> None:
         """Give it up without telling the engine: it lapses."""
         self._count_one_less()
+        if self.explicit and len(self.written) > self.counted and self._take_out():
+            registry.return_forfeited(self.backend, self.grant, 1)
         if self.counted == 0:
             registry.discard(self)
             self._ends(RELEASED)

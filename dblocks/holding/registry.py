@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .. import clock, forks
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from .holds import Hold
 
 
-RETURNED_FOR = 3600.0
-"""Seconds for which lost holds are remembered that could not be subtracted at once."""
+FORFEITED_FOR = 3600.0
+"""Seconds for which lost holds are remembered, in case a co-owner keeps the grant."""
 
 
 class Registry:
@@ -33,8 +34,11 @@ class Registry:
         self._mutex = threading.RLock()
         self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._all: set[weakref.ref[Hold]] = set()
-        #: How many holds of a grant were lost here, and until when that matters.
-        self._forfeited: dict[tuple[BaseBackend, Grant], tuple[int, float]] = {}
+        #: Lists with one item for each hold of a grant that was lost here, by their
+        #: ids, and until when that matters.
+        self._forfeited: dict[
+            tuple[BaseBackend, Grant, int], tuple[list[None], float]
+        ] = {}
 
     def add(self, hold: Hold) -> None:
         """Remember a hold; an older one of another grant has been overtaken."""
@@ -57,28 +61,35 @@ class Registry:
         """Tell whether a hold is still watched over."""
         return hold.ref in self._all
 
-    def note_forfeited(self, hold: Hold, holds: int) -> None:
-        """Remember the holds of a lost grant, which the engine still counts.
+    def forfeit(self, backend: BaseBackend, grant: Grant, holds: list[None]) -> None:
+        """Remember lost holds of a grant, which the engine still counts.
 
         Its explicit owner may take the key again before the engine lets it lapse.
-        """
-        until = hold.deadline + hold.terms.lease
-        self._forfeit(hold.backend, hold.grant, holds, until)
 
-    def _forfeit(
-        self, backend: BaseBackend, grant: Grant, holds: int, until: float
-    ) -> None:
-        others, longer = self._forfeited.get((backend, grant), (0, until))
-        self._forfeited[backend, grant] = others + holds, max(until, longer)
+        Args:
+            holds: One item for each. Whoever takes it out has it subtracted, so none is
+                subtracted twice.
+        """
+        until = clock.monotonic() + FORFEITED_FOR
+        self._forfeited[backend, grant, id(holds)] = holds, until
 
     def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
         """Return how many holds of a grant were lost here, to subtract them once."""
-        return self._forfeited.pop((backend, grant), (0, 0.0))[0]
+        taken = 0
+        for place in list(self._forfeited):
+            if place[:2] == (backend, grant):
+                # What is added from now on is noted anew.
+                holds, _ = self._forfeited.pop(place, ([], 0.0))
+                with suppress(IndexError):
+                    while True:
+                        holds.pop()
+                        taken += 1
+        return taken
 
     def return_forfeited(self, backend: BaseBackend, grant: Grant, holds: int) -> None:
-        """Remember holds again that could not be subtracted."""
+        """Remember holds that the engine counts, though nobody here has them."""
         if holds:
-            self._forfeit(backend, grant, holds, clock.monotonic() + RETURNED_FOR)
+            self.forfeit(backend, grant, [None] * holds)
 
     def forget(self, now: float) -> None:
         """Forget holds that nothing refers to any more, and what is long over."""
@@ -89,7 +100,7 @@ class Registry:
                 if ref is not None and ref() is None:
                     del self._latest[place]
         for lost in list(self._forfeited):
-            if self._forfeited.get(lost, (0, now))[1] <= now:
+            if self._forfeited.get(lost, ([], now))[1] <= now:
                 self._forfeited.pop(lost, None)
 
     def find(self, backend: BaseBackend, key: str) -> Hold | None:

@@ -101,9 +101,9 @@ def _release_last(holds: list[Hold]) -> dict[Hold, bool]:
             count=None if holds[0].explicit else 0,
             deadline=min(hold.deadline for hold in holds),
         )
-    except BaseException:
+    except BaseException as error:
         for hold in holds:
-            hold._failed()
+            hold._failed(error)
         raise
     finally:
         for hold in holds:

@@ -140,7 +140,12 @@ class Attempt(Claim):
         if now < sent + terms.lease - terms.margin:
             return grants, sent
         renewals = [Renewal(each.grant, terms.lease) for each in grants]
-        renewed = self.backend.renew(renewals)
+        try:
+            renewed = self.backend.renew(renewals)
+        except BaseException:
+            for each in grants if self.owner is not None else ():
+                registry.return_forfeited(self.backend, each.grant, 1)
+            raise
         if not renewed.extended.issuperset(each.grant for each in grants):
             return grants, sent
         return [each._replace(limit=each.limit - (now - sent)) for each in grants], now

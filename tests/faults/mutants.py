@@ -581,7 +581,7 @@ MUTANTS = [
     Mutant(
         "a lost hold of an owner is still counted",
         HOLDS,
-        "                registry.note_forfeited(self, self.written)\n",
+        "                registry.forfeit(self.backend, self.grant, self.written)\n",
         "                pass\n",
         (
             "tests/test_explicit_owners.py"
