@@ -159,6 +159,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             # The owner has the key; the row can be written some other time.
             return Renewed()
 
+    def may_have_written(self, error: BaseException) -> bool:
+        return not dialects.known(connections[self.using]).is_undone(error)
+
     def read(self, key: str) -> Reading | None:
         return self._run(connections[self.using], table.read, key, writes=False)
 

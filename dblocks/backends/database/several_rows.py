@@ -10,6 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..values import Grant, Granted, Request
 from . import dialects, statements, table
+from .connections import ReplyLost
 from .execution import changes, execute, fetch, new_versions
 
 
@@ -95,7 +96,11 @@ def release(
     changed, _ = execute(connection, sql, values)
     if changed == len(grants):
         return set(grants)
-    seen = table.read_all(connection, [grant.key for grant in grants])
+    try:
+        seen = table.read_all(connection, [grant.key for grant in grants])
+    except DatabaseError:
+        # It must not be carried out again because of that.
+        raise ReplyLost("Which of the grants were current is not known.") from None
     return {
         grant
         for grant in grants

@@ -157,8 +157,13 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
         return Granted(grant, seen.limit)
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
-    if _reentered(connection, grant, values):
-        return Granted(grant, seen.limit, again=True)
+    try:
+        if _reentered(connection, grant, values):
+            return Granted(grant, seen.limit, again=True)
+    except DatabaseError as error:
+        if dialects.of(connection).is_undone(error):
+            request.returns(grant, forfeited)
+        raise
     request.returns(grant, forfeited)
     return read(connection, request.key) or Reading()
 

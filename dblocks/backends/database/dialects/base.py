@@ -159,6 +159,10 @@ class Dialect:
         """Tell whether the error means that the connection is gone."""
         return False
 
+    def is_undone(self, error: BaseException) -> bool:
+        """Tell whether a statement that failed so has certainly changed nothing."""
+        return self.is_transient(error) and not self.is_lost(error)
+
     def is_wait_over(self, error: BaseException) -> bool:
         """Tell whether a bounded wait for a row's lock ran out."""
         return self.code(error) in self.wait_over
