@@ -27,7 +27,7 @@ from dblocks import (
     signals,
 )
 from dblocks.backends.base import BaseBackend
-from dblocks.backends.values import Request
+from dblocks.backends.values import Reading, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
@@ -229,6 +229,121 @@ def test_surplus_permit_does_not_cool(
         assert lease.permit == 1 - surplus[0]
         assert not export(2).locked()
     lease.release()
+
+
+FIRST = crc32(b"me") % 3
+"""With which of three permits "me" begins."""
+
+
+def make_free(key: str, *numbers: int) -> None:
+    """Make the rows of permits, all free."""
+    for permit in numbers:
+        row = DistributedLock.objects.acquire(key, owner="x", lease=60, permit=permit)
+        assert row is not None
+        version = row.version
+        assert DistributedLock.objects.release(
+            key, owner="x", version=version, permit=permit
+        )
+
+
+def pinned(key: str, *numbers: int) -> int:
+    """Lock rows of permits in the current transaction; return how many there are."""
+    rows = DistributedLock.objects.select_for_update()
+    return len(rows.filter(pk__in=[permits.row_key(key, n) for n in numbers]))
+
+
+def try_and_count(lock: Lock[Lease]) -> tuple[Lease | None, int]:
+    """Try once; return also how many statements that took."""
+    with CaptureQueriesContext(connection) as queries:
+        return lock.try_acquire(), len(queries)
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("known", [True, False], ids=["rows", "no rows"])
+def test_pinned_permits_are_passed_over(
+    two_writers: None,
+    export: Export,
+    key: str,
+    other: OtherThread,
+    number: int,
+    known: bool,
+) -> None:
+    """An explicit owner gets a free permit while transactions have others locked."""
+    in_turn = [(FIRST + n) % 3 for n in range(3)]
+    make_free(key, *(in_turn if known else in_turn[:number]))
+    with transaction.atomic():
+        assert pinned(key, *in_turn[:number]) == number
+        lease, statements = other.do(try_and_count, export(owner="me"))
+    assert lease is not None
+    assert lease.permit in in_turn[number:]
+    assert statements <= 12
+    assert other.do(lease.release) is True
+
+
+@pytest.mark.needs("has_table")
+def test_own_permit_is_pinned(
+    two_writers: None, export: Export, key: str, other: OtherThread
+) -> None:
+    """An owner whose permit a transaction has locked gets no second one, at once."""
+    make_free(key, *range(3))
+    row = DistributedLock.objects.acquire(key, owner="me", lease=60, permit=FIRST)
+    assert row is not None
+    with transaction.atomic():
+        assert pinned(key, FIRST) == 1
+        lease, statements = other.do(try_and_count, export(owner="me"))
+    assert lease is None
+    assert statements <= 6
+    again = other.do(export(owner="me").acquire, timeout=0)
+    assert again.permit == FIRST
+    assert other.do(again.release) is True
+
+
+@pytest.fixture
+def patient(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have callers yield to a queue for longer than a test lasts."""
+    if not backends[backend].has_table:
+        yield
+        return
+    from dblocks.backends.database import one_writer, statements
+
+    for module in (one_writer, statements):
+        monkeypatch.setattr(module, "PINNED_GRACE", 10 * DEADLINE)
+    statements.of.cache_clear()
+    yield
+    statements.of.cache_clear()
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("owner", [None, "me"], ids=["new", "explicit"])
+def test_newcomer_yields_to_the_queue(
+    export: Export, backend: str, key: str, other: OtherThread, owner: str | None
+) -> None:
+    """Whoever has no permit yet lets the first of the key's queue have a free one."""
+    engine: Any = backends[backend]
+    holders = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    mine = export(2, owner="a").acquire(timeout=0)
+    request = Request(key, "first", 30.0, permits=2)
+    gate = engine.gate(request)
+    if gate is None:
+        pytest.skip("there is no queue here that other processes see")
+    gate.enter(DEADLINE)
+    assert gate.held
+    try:
+        holders[1].release()
+        asks = Request(key, owner or "new", 30.0, permits=2, explicit=bool(owner))
+        assert isinstance(other.do(engine.try_acquire, asks, 0.0), Reading)
+        # An owner that has one doesn't queue for it.
+        again = Request(key, "a", 30.0, permits=2, explicit=True)
+        granted = other.do(engine.try_acquire, again, 0.0)
+        assert granted.again
+        assert engine.release(granted.grant, count=None, deadline=0.0)
+        request.gate, request.queued = gate, True
+        assert not isinstance(engine.try_acquire(request, 0.0), Reading)
+    finally:
+        gate.leave()
+    assert mine.release() is holders[0].release() is True
 
 
 #: Within which a waiter is let in that nobody tells of it.

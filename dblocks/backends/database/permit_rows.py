@@ -30,22 +30,47 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
     """The same if the owner may have a permit already."""
     keys = row_keys(request.key, request.permits)
     in_turn = keys[request.permit :] + keys[: request.permit]
-    answer: Granted | Reading = Reading()
-    for _attempt in range(3):
+    for attempt in range(3):
         seen = table.read_all(connection, keys)
         mine = owned(seen, request.owner)
-        free = (key for key in in_turn if key not in seen or seen[key].remaining <= 0)
-        # All who present the owner's id try the free ones in the same order, so they
-        # meet at one row, where the second finds that the owner has it.
-        key = mine or next(free, None)
-        if key is None:
-            return first_free(seen, keys)
-        answer = take_one(connection, request, key)
-        if isinstance(answer, Granted):
-            if mine is not None or is_only(connection, request, answer):
+        if mine is not None:
+            answer = take_one(connection, request, mine)
+            if isinstance(answer, Granted):
                 return answer
-            answer = Reading()
-    return answer
+            if owned({mine: answer}, request.owner) is not None:
+                # A transaction has its row locked.
+                return first_free({mine: answer}, [mine])
+            continue
+        free = [key for key in in_turn if key not in seen or seen[key].remaining <= 0]
+        if not free:
+            break
+        # All who present the owner's id begin with the same one, where the second finds
+        # that the owner has it.
+        granted = take_one(connection, request, free[0])
+        if isinstance(granted, Reading) and attempt:
+            # Not for an instant, as while a co-owner takes it: a transaction has it
+            # locked, or others queue for the lock.
+            granted = _take_another(connection, request, free[1:], seen)
+            if isinstance(granted, Reading):
+                break
+        if isinstance(granted, Granted) and is_only(connection, request, granted):
+            return granted
+    return first_free(seen, keys)
+
+
+def _take_another(
+    connection: Connection,
+    request: Request,
+    free: Sequence[str],
+    seen: Mapping[str, Reading],
+) -> Granted | Reading:
+    """Grant any of several permits, or else make the row of one that has none."""
+    known = [key for key in free if key in seen]
+    grant = _grant_any(connection, request, known, known[0]) if known else None
+    if grant is not None:
+        return Granted(grant, request.max_hold)
+    missing = next((key for key in free if key not in seen), None)
+    return Reading() if missing is None else take_one(connection, request, missing)
 
 
 def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
@@ -88,7 +113,8 @@ def take_one(connection: Connection, request: Request, key: str) -> Granted | Re
 def _take(connection: Connection, request: Request) -> Granted | Reading:
     keys = row_keys(request.key, request.permits)
     for _attempt in range(3):
-        grant = _grant_any(connection, request, keys)
+        first = row_key(request.key, request.permit)
+        grant = _grant_any(connection, request, keys, first)
         if grant is None:
             seen = table.read_all(connection, keys)
             missing = [key for key in keys if key not in seen]
@@ -106,9 +132,8 @@ def _take(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def _grant_any(
-    connection: Connection, request: Request, keys: Sequence[str]
+    connection: Connection, request: Request, keys: Sequence[str], first: str
 ) -> Grant | None:
-    first = row_key(request.key, request.permit)
     if dialects.of(connection).returns_rows:
         sql, values = table.granting(connection, request, "grant_any", len(keys))
         values |= {"first": first, **table.numbered(keys)}

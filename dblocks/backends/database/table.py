@@ -20,6 +20,7 @@ from django.db.models import F, Value
 from django.db.models.functions import Greatest
 
 from ... import clock
+from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
 from .execution import (
@@ -123,7 +124,9 @@ def granting(
     queued = request.queued or not dialect.has_session_locks
     values = _terms(request)
     if not queued:
-        values["gate"] = dialect.session_lock_name(connection, request.key)
+        # Those who wait for a permit queue for the lock's own key.
+        key, _ = apart(request.key)
+        values["gate"] = dialect.session_lock_name(connection, key)
     make = getattr(statements.of(dialect), name)
     how = bool(request.hold_at_least), request.max_hold < FOREVER
     return make(*size, queued, *how), values
