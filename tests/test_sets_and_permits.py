@@ -138,6 +138,20 @@ def test_refused_set_leaves_nothing(
         assert not several(*keys).locked()
 
 
+@pytest.mark.needs("has_cooling")
+def test_refused_set_of_an_explicit_owner(
+    several: Make, keys: list[str], other: OtherThread
+) -> None:
+    """What was taken of it cools: a co-owner may have had it."""
+    *before, last = sorted(keys)
+    holder = other.do(several(last).acquire, timeout=0)
+    assert several(*keys, owner="ann", hold_at_least=600).try_acquire() is None
+    assert other.do(holder.release) is True
+    assert all(several(name).locked() for name in before)
+    assert not several(last).locked()
+    assert several(before[0], owner="ann").try_acquire() is None
+
+
 @pytest.mark.parametrize("owner", [None, "ann"])
 def test_refused_set_keeps_what_was_had_before(
     several: Make, keys: list[str], other: OtherThread, owner: str | None

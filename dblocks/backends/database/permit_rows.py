@@ -33,21 +33,17 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
     for attempt in range(3):
         seen = table.read_all(connection, keys)
         mine = owned(seen, request.owner)
-        if mine is not None:
-            answer = take_one(connection, request, mine)
-            if isinstance(answer, Granted):
-                return answer
-            if owned({mine: answer}, request.owner) is not None:
-                # A transaction has its row locked.
-                return first_free({mine: answer}, [mine])
-            continue
         free = [key for key in in_turn if key not in seen or seen[key].remaining <= 0]
-        if not free:
+        if mine is None and not free:
             break
         # All who present the owner's id begin with the same one, where the second finds
         # that the owner has it.
-        granted = take_one(connection, request, free[0])
-        if isinstance(granted, Reading) and attempt:
+        key = mine or free[0]
+        granted = take_one(connection, request, key)
+        if isinstance(granted, Reading) and owned({key: granted}, request.owner):
+            # It is the owner's, but a transaction has its row locked.
+            return first_free({key: granted}, [key])
+        if isinstance(granted, Reading) and mine is None and attempt:
             # Not for an instant, as while a co-owner takes it: a transaction has it
             # locked, or others queue for the lock.
             granted = _take_another(connection, request, free[1:], seen)
