@@ -537,6 +537,52 @@ def test_lost_reply(server: str, key: str, other: OtherThread) -> None:
     assert not distributed_lock(key).locked()
 
 
+def losing_reply(other: OtherThread, only: str) -> Trouble:
+    """Let the next such statement be carried out, and its connection be lost."""
+    session = own_session()
+    return Trouble(
+        lost_connection(), after=lambda: other.do(kill_session, session), only=only
+    )
+
+
+def test_lost_reply_in_an_owners_return(
+    server: str, key: str, acquire: Leases, lock: Locks, other: OtherThread
+) -> None:
+    """What may be subtracted already isn't again: a co-owner keeps the key."""
+    lost = [acquire(owner="me", lease=60) for _ in range(2)]
+    co_owner = DistributedLock.objects.acquire(key, owner="me", lease=60)
+    assert co_owner is not None
+    lost[0]._hold.lose("expired")
+    trouble = losing_reply(other, "hold_count = COALESCE")
+    with connection.execute_wrapper(trouble):
+        lease = lock(owner="me").acquire(timeout=DEADLINE)
+    connection.close()
+    assert trouble.sent
+    assert lease.release() is True
+    assert stored(key).hold_count >= 1
+    assert DistributedLock.objects.renew(
+        key, owner="me", version=co_owner.version, lease=60
+    )
+
+
+def test_lost_reply_in_an_owners_release(
+    server: str, key: str, acquire: Leases, lock: Locks, other: OtherThread
+) -> None:
+    """A hold that may be given back isn't subtracted when its owner comes back."""
+    lease = acquire(owner="me", lease=60)
+    co_owner = DistributedLock.objects.acquire(key, owner="me", lease=60)
+    assert co_owner is not None
+    trouble = losing_reply(other, "UPDATE")
+    with connection.execute_wrapper(trouble), suppress(DatabaseError):
+        lease.release()
+    connection.close()
+    assert stored(key).hold_count == 1
+    assert lock(owner="me").acquire(timeout=0).release() is True
+    assert DistributedLock.objects.renew(
+        key, owner="me", version=co_owner.version, lease=60
+    )
+
+
 # Several at once
 
 
