@@ -68,7 +68,7 @@ def test_missing_table(key: str, verb: str, timeout: float) -> None:
     """A table that isn't there is the database's own error, which names it."""
     with (
         without_table(),
-        takes(at_most=timeout + 1),
+        takes(at_most=timeout + SLACK),
         pytest.raises(DatabaseError, match=TABLE),
     ):
         attempt(distributed_lock(key), verb, timeout)
@@ -178,7 +178,7 @@ def test_database_down(
         "postgresql": {"HOST": "127.0.0.1", "PORT": "1"},
     }
     backend = alias(**nowhere[connection.vendor])
-    with takes(at_most=timeout + 1), pytest.raises(OperationalError):
+    with takes(at_most=timeout + SLACK), pytest.raises(OperationalError):
         attempt(distributed_lock(key, backend=backend), verb, timeout)
 
 
@@ -192,7 +192,10 @@ def test_read_only_database(alias: Callable[..., str], key: str, verb: str) -> N
         "postgresql": {"options": "-c default_transaction_read_only=on"},
     }
     backend = alias(OPTIONS=read_only[connection.vendor])
-    with takes(at_most=0.3 + 1), pytest.raises(DatabaseError, match=r"(?i)read.?only"):
+    with (
+        takes(at_most=0.3 + SLACK),
+        pytest.raises(DatabaseError, match=r"(?i)read.?only"),
+    ):
         attempt(distributed_lock(key, backend=backend), verb, 0.3)
     assert not distributed_lock(key).locked()
 

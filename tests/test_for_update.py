@@ -171,7 +171,7 @@ class TestBesideOthers:
         """A wait ends on time, to a fraction of a second, and leaves all usable."""
         with transaction.atomic():
             account = AccountFactory(name="before")
-            with takes(timeout - 0.05, timeout + 0.5), pytest.raises(LockTimeout):
+            with takes(timeout - 0.05, timeout + SLACK), pytest.raises(LockTimeout):
                 locks.for_update(key, timeout=timeout)
             Account.objects.filter(pk=account.pk).update(name="after")
         assert Account.objects.filter(name="after").exists()

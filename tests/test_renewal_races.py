@@ -128,23 +128,26 @@ def test_first_waiter_in_a_busy_loop(
 ) -> None:
     """One behind it finds the key free when its own time runs out."""
     lease = acquire()
-    began = threading.Event()
+    began, over = threading.Event(), threading.Event()
 
     async def busy() -> None:
-        waiting = asyncio.ensure_future(lock(timeout=DEADLINE).aacquire())
+        waiting = asyncio.ensure_future(lock(timeout=2 * DEADLINE).aacquire())
         await asyncio.sleep(0.3)
         began.set()
-        time.sleep(2.0)
+        over.wait(DEADLINE)
         await (await waiting).arelease()
 
     loop = threading.Thread(target=asyncio.run, args=[busy()])
     loop.start()
-    assert began.wait(DEADLINE)
-    releasing = other.start(lambda: (time.sleep(0.2), lease.release()))
-    mine = lock(timeout=1.0).acquire()
-    assert mine.release()
-    assert releasing.result(DEADLINE)[1] is True
-    loop.join(DEADLINE)
+    try:
+        assert began.wait(DEADLINE)
+        releasing = other.start(lambda: (time.sleep(0.2), lease.release()))
+        assert lock(timeout=1 + SLACK).acquire().release()
+        assert releasing.result(DEADLINE)[1] is True
+    finally:
+        over.set()
+        loop.join(DEADLINE)
+    assert not loop.is_alive()
 
 
 @pytest.mark.needs("has_table")

@@ -132,15 +132,15 @@ def test_one_timeout_for_all(
     first, second = (hold_elsewhere(name, backend=backend) for name in names[1:])
     with second:
         first.__enter__()
-        asked = other.start(together().acquire, timeout=scaled(2))
+        asked = other.start(together().acquire, timeout=scaled(3))
         eventually(
             lambda: queues.find(backends[backend], names[1]),
             what="the wait for the first key",
         )
         time.sleep(scaled(1.5))
         first.__exit__(None, None, None)
-        # Waited for anew, it would take 2 s.
-        with takes(0, scaled(0.5) + SLACK), pytest.raises(LockTimeout) as caught:
+        # Waited for anew, it would take 3 s.
+        with takes(0, scaled(1.5) + SLACK), pytest.raises(LockTimeout) as caught:
             asked.result(DEADLINE)
         assert caught.value.key == names[2]
 
