@@ -303,11 +303,12 @@ def blocked(node: Node) -> int:
 
 def test_operators(cluster: Cluster, keys: list[str]) -> None:
     """A process that was never redirected lists the locks of all nodes and ends any."""
+    note = f"of {keys[0]}"
     with ExitStack() as stack:
         for key in keys:
             stack.enter_context(suppress(LeaseLost))
-            stack.enter_context(distributed_lock(key, timeout=0, note="here"))
-        found = {each.key for each in engine("second").entries() if each.note == "here"}
+            stack.enter_context(distributed_lock(key, timeout=0, note=note))
+        found = {each.key for each in engine("second").entries() if each.note == note}
         assert found == set(keys)
         assert [each.key for each in engine("third").entries(keys[2])] == [keys[2]]
         for key in keys:
