@@ -50,6 +50,15 @@ def starved(process: int | str = "self") -> float:
     return nanoseconds / 1e9
 
 
+def excused(before: float, bound: float) -> float:
+    """Return by how much a bound may be exceeded: the time without a processor.
+
+    Args:
+        before: What :func:`starved` has returned when the time began.
+    """
+    return min(max(0.0, starved() - before), EXCUSED * bound)
+
+
 def eventually(
     predicate: Callable[[], T], *, within: float = DEADLINE, what: str = "the condition"
 ) -> T:
@@ -62,7 +71,7 @@ def eventually(
         if result := predicate():
             return result
         now = time.monotonic()
-        if now > until and now > until + min(starved() - before, EXCUSED * within):
+        if now > until and now > until + excused(before, within):
             pytest.fail(f"{what} did not come true within {within:g} s")
         time.sleep(STEP)
 
@@ -87,7 +96,7 @@ def takes(at_least: float = 0.0, at_most: float = DEADLINE) -> Iterator[None]:
     started, before = time.monotonic(), starved()
     yield
     elapsed = time.monotonic() - started
-    without = min(max(0.0, starved() - before), EXCUSED * at_most)
+    without = excused(before, at_most)
     assert at_least <= elapsed <= at_most + without, (
         f"took {elapsed:.3f} s, at most {without:.3f} s of it without a processor"
     )
