@@ -34,6 +34,13 @@ PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- figures of python -m tests.faults -->", "<!-- end of figures -->"
 TITLES = {"sqlite": "SQLite", "mariadb": "MariaDB", "postgres": "PostgreSQL"}
 
+#: What may lose updates, and where that is counted: the fault, and its figures' prefix.
+LOST = (
+    ("the lease alone", "control", "plain: "),
+    ("`check()` just before the write", "control", "checked: "),
+    ("the guard", "F4", ""),
+)
+
 #: Of a commit's name, so many characters are for people.
 SHORT = 10
 
@@ -174,6 +181,7 @@ def table(known: dict[str, Any]) -> str:
         for fault, part in run.get("again", {}).items():
             lines[-1] += f" {fault} was run again: {origin(part)}."
     titles = [TITLES[engine] for engine in engines]
+    lines += lost([known[engine]["faults"] for engine in engines], titles)
     lines += [
         "",
         "| | " + " | ".join(titles) + " |",
@@ -184,6 +192,29 @@ def table(known: dict[str, Any]) -> str:
         cells = [cell(known[engine]["faults"].get(fault)) for engine in engines]
         lines.append(f"| {fault} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def lost(engines: list[dict[str, Any]], titles: list[str]) -> list[str]:
+    """Compare what is lost with the guard, with a check, and with the lease alone."""
+    if not any("plain: lost" in faults.get("control", {}) for faults in engines):
+        return []
+    lines = [
+        "",
+        "| Updates lost | " + " | ".join(titles) + " |",
+        "| --- |" + " ---: |" * len(titles),
+    ]
+    for how, fault, prefix in LOST:
+        cells = []
+        for faults in engines:
+            found = faults.get(fault, {})
+            cells.append(
+                f"{found[f'{prefix}lost']:,} of {found[f'{prefix}acknowledged']:,} "
+                f"in {found[f'{prefix}pauses']:,} pauses"
+                if f"{prefix}lost" in found
+                else "–"
+            )
+        lines.append(f"| {how} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def origin(run: dict[str, Any]) -> str:

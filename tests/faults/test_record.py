@@ -56,6 +56,29 @@ def test_page(page: Path) -> None:
     ]
 
 
+def test_updates_lost(page: Path) -> None:
+    """What the guard, the check and neither of them lose is set side by side."""
+    control = {"plain: pauses": 200, "plain: acknowledged": 1240, "plain: lost": 260}
+    control |= {
+        "checked: pauses": 200,
+        "checked: acknowledged": 900,
+        "checked: lost": 3,
+    }
+    guarded = row("F4", pauses=3000, acknowledged=31582, lost=0)
+    rows = [row("control", **control), guarded]
+    record.write("sqlite", 8, 60, rows, commit="1")
+    record.write("mariadb", 8, 60, [guarded], commit="1")
+    _, _, compared = page.read_text().partition("| Updates lost |")
+    assert compared.splitlines()[:6] == [
+        " SQLite | MariaDB |",
+        "| --- | ---: | ---: |",
+        "| the lease alone | 260 of 1,240 in 200 pauses | – |",
+        "| `check()` just before the write | 3 of 900 in 200 pauses | – |",
+        "| the guard | 0 of 31,582 in 3,000 pauses | 0 of 31,582 in 3,000 pauses |",
+        "",
+    ]
+
+
 def test_the_page_has_the_recorded_figures() -> None:
     """The table in the documentation is the file's, to the letter."""
     known = json.loads(record.FIGURES.read_text())
