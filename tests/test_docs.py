@@ -19,6 +19,7 @@ from mdit_py_plugins.anchors import anchors_plugin
 
 import dblocks
 import dblocks.test
+from dblocks.backends.database.dialects import mysql
 from dblocks.models import LockQuerySet
 from tests.support.pages import DOCS, PAGES, ROOT, Examples, name
 
@@ -138,6 +139,23 @@ def test_readme_names_the_commands_that_are_there() -> None:
     for command in ("bin/demo", "bin/test"):
         assert f"\n$ {command}\n" in readme
         assert (ROOT / command).stat().st_mode & 0o111
+
+
+def versions(page: Path) -> list[str]:
+    """Return a page's table of the databases' versions, without its links' targets."""
+    text = re.sub(r"\]\([^)]*\)", "]", page.read_text(encoding="utf-8"))
+    _, _, table = text.partition("| Database | From version |")
+    return table.partition("\n\n")[0].splitlines()[2:]
+
+
+def test_versions_are_the_same_everywhere() -> None:
+    """The README and the documentation name the versions that the checks ask for."""
+    oldest = {row.split(" | ")[0]: row.split(" | ")[1] for row in versions(README)}
+    assert list(oldest) == ["| PostgreSQL", "| MariaDB", "| MySQL", "| SQLite"]
+    for kind in (mysql.MariaDB, mysql.MySQL):
+        version = ".".join(map(str, kind.oldest))
+        assert oldest[f"| {kind.__name__}"].startswith(version)
+    assert versions(DOCS / "deployment.md") == versions(README)
 
 
 def public() -> dict[str, Any]:
