@@ -109,7 +109,8 @@ def judged(verdict: Verdict) -> str:
     if not verdict.has_limit:
         return text
     word = "met" if verdict.met else "**not met**"
-    text = f"{text} ({limit(verdict)}): {word}"
+    kept_together = limit(verdict).replace(" ", "\N{NO-BREAK SPACE}")
+    text = f"{text} ({kept_together}): {word}"
     if verdict.bare is not None and not verdict.met:
         text += f"; bare updates: {number(verdict.bare)}{unit}"
     return text
