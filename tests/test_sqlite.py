@@ -22,6 +22,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dblocks import (
     Lease,
+    LeaseLost,
     Lock,
     LockTimeout,
     distributed_lock,
@@ -38,8 +39,9 @@ from dblocks.backends.database import (
 from dblocks.backends.database.dialects.sqlite import BusyTimeout, SQLite
 from dblocks.backends.gates import GateClosed
 from dblocks.conf import backends
+from dblocks.models import DistributedLock
 from dblocks.test import move_clock
-from tests.support.factories import AccountFactory
+from tests.support.factories import AccountFactory, let_expire
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, STEP, eventually, scaled, takes
@@ -713,11 +715,9 @@ def test_row_lock_beside_one_that_keeps_readers_out(
             block.enter_context(transaction_lock(key, **options))
 
 
-@pytest.mark.parametrize("automatic", [True, False])
-def test_guard_beside_a_writer_that_waits_for_readers(
-    lock: Locks, key: str, automatic: bool
-) -> None:
-    """Who can't verify, because others have the file, doesn't say the lock is lost."""
+@pytest.fixture
+def start_writer(file: None) -> Iterator[Callable[[], None]]:
+    """Begin a transaction that sets a balance to 7, and waits for readers to commit."""
     if connection.settings_dict["OPTIONS"]:
         pytest.skip("about Django's own settings")
     AccountFactory()
@@ -733,19 +733,81 @@ def test_guard_beside_a_writer_that_waits_for_readers(
             raw.execute("COMMIT")
 
     writer = threading.Thread(target=write)
+
+    def start() -> None:
+        writer.start()
+        assert wrote.wait(DEADLINE)
+        eventually(keeps_readers_out, what="the wait for readers")
+
+    yield start
+    writer.join(DEADLINE)
+
+
+def keeps_readers_out() -> bool:
+    """Does a transaction let no new reader in?"""
+    name = connection.settings_dict["NAME"]
+    with closing(sqlite3.connect(name, timeout=0)) as raw:
+        try:
+            raw.execute("SELECT COUNT(*) FROM testapp_account").fetchone()
+        except sqlite3.OperationalError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_guard_beside_a_writer_that_waits_for_readers(
+    lock: Locks, automatic: bool, start_writer: Callable[[], None]
+) -> None:
+    """Who can't verify, because others have the file, doesn't say the lock is lost."""
     refused = nullcontext() if automatic else pytest.raises(OperationalError)
     with refused, lock(atomic=automatic) as lease, transaction.atomic():
         # The writer can't commit before this reader has ended, and lets none in.
         assert Account.objects.get().balance == 0
-        writer.start()
-        assert wrote.wait(DEADLINE)
-        time.sleep(0.3)
+        start_writer()
         if not automatic:
             lease.guard()
-    writer.join(DEADLINE)
     assert lease.lost_reason is None
+    eventually(lambda: not keeps_readers_out(), what="the writer's commit")
     assert Account.objects.get().balance == 7
     assert lock().acquire(timeout=0).release() is True
+
+
+def test_overdue_beside_a_writer_that_waits_for_readers(
+    lock: Locks, key: str, other: OtherThread, start_writer: Callable[[], None]
+) -> None:
+    """An overdue lock that nobody has taken counts as held: nobody can take it now."""
+    with lock(atomic=True, renew=False) as lease:
+        other.do(let_expire, key)
+        assert Account.objects.get().balance == 0
+        start_writer()
+    assert lease.lost_reason is None
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "forced"])
+def test_lost_beside_a_writer_that_waits_for_readers(
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    automatic: bool,
+    taken: bool,
+    start_writer: Callable[[], None],
+) -> None:
+    """A lock that was lost before the transaction read anything is seen to be lost."""
+    with (  # noqa: PT012
+        pytest.raises(LeaseLost) as lost,
+        lock(atomic=automatic) as lease,
+        transaction.atomic(),
+    ):
+        assert other.do(DistributedLock.objects.force_release, key)
+        new = other.do(lock().acquire) if taken else None
+        assert Account.objects.get().balance == 0
+        start_writer()
+        if not automatic:
+            lease.guard()
+    assert lost.value.reason == lease.lost_reason == ("taken" if taken else "forced")
+    if new is not None:
+        assert other.do(new.release)
 
 
 @pytest.mark.usefixtures("queue")

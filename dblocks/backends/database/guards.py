@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from django.db import DatabaseError, NotSupportedError, connections
@@ -16,6 +17,7 @@ from ..base import BaseBackend
 from ..values import Grant, Reading
 from . import dialects, table, transactions
 from .connections import reading_beside, run
+from .dialects.sqlite import BusyTimeout
 from .own_connections import pin_connection
 from .row_locks import StaleSnapshot, hides_rows
 
@@ -156,7 +158,7 @@ class DatabaseGuards(BaseBackend):
         """Return the first of some grants that is lost, and why, as far as known."""
         seen = self._seen_beside(connection, grants)
         if seen is None:
-            return grants[0], None
+            return _first_lost_within(connection, grants)
         for grant in grants:
             it = seen.get(grant.key)
             if reason := "taken" if it is None else it.reason_for(grant):
@@ -185,7 +187,30 @@ def _is_hidden(connection: Connection, grant: Grant) -> bool:
     """Tell whether a transaction sees the row only as it was before the grant."""
     if not hides_rows(connection):
         return False
-    seen = table.read(connection, grant.key) or Reading()
+    return _predates(table.read(connection, grant.key) or Reading(), grant)
+
+
+def _first_lost_within(
+    connection: Connection, grants: Sequence[Grant]
+) -> tuple[Grant, str | None]:
+    """Look in the transaction itself, on SQLite, while others keep readers out.
+
+    With a rollback journal nothing has changed since it began to read.
+    """
+    if not dialects.of(connection).has_row_locks:
+        with suppress(DatabaseError), BusyTimeout(connection, 0.0):
+            seen = table.read_all(connection, [grant.key for grant in grants])
+            for grant in grants:
+                it = seen.get(grant.key, Reading())
+                # Overdue alone isn't lost.
+                current = (it.owner, it.version) == (grant.owner, grant.version)
+                if not current and not _predates(it, grant):
+                    return grant, it.reason_for(grant)
+    return grants[0], None
+
+
+def _predates(seen: Reading, grant: Grant) -> bool:
+    """Tell whether a row was read as it was before a grant."""
     return (seen.version or 0) < (grant.version or 0)
 
 
