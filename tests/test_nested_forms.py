@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -162,6 +163,55 @@ def test_lease_after_a_savepoint_was_kept(key: str) -> None:
             in_block(key)
         with takes(at_most=SLACK):
             assert refusal(acquire_and_release, key, timeout=WAIT) == "LockError"
+    assert granted(key)
+
+
+@pytest.mark.parametrize("opened", [True, False], ids=["in its own", "without"])
+@FORMS
+def test_lease_in_a_hook(
+    key: str, form: Any, other: OtherThread, opened: bool, request: Any
+) -> None:
+    """An ``on_commit`` hook can have what the commit has just unlocked.
+
+    So it can in a transaction of its own, where a second session can write.
+    """
+    if opened:
+        request.getfixturevalue("two_writers")
+    seen: list[str] = []
+
+    def hook() -> None:
+        with transaction.atomic() if opened else nullcontext():
+            seen.append(refusal(acquire_and_release, key, timeout=WAIT))
+
+    with transaction.atomic():
+        form(key)
+        transaction.on_commit(hook)
+    assert seen == ["none"]
+    assert other.do(granted, key)
+
+
+def test_lease_in_a_hook_of_its_own_transaction(key: str) -> None:
+    """So it is if ``transaction_lock`` itself has opened the transaction."""
+    seen: list[bool] = []
+    with transaction_lock(key):
+        transaction.on_commit(lambda: seen.append(granted(key)))
+    assert seen == [True]
+
+
+@FORMS
+def test_row_in_a_hook(key: str, form: Any) -> None:
+    """A hook can lock the row again; then a lease on it is refused again."""
+    seen: list[str] = []
+
+    def hook() -> None:
+        with transaction.atomic():
+            form(key)
+            if connection.vendor != "sqlite":
+                seen.append(refusal(acquire_and_release, key, timeout=WAIT))
+
+    with transaction_lock(key):
+        transaction.on_commit(hook)
+    assert set(seen) <= {"LockError"}
     assert granted(key)
 
 

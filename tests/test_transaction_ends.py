@@ -445,6 +445,37 @@ class TestPinApart:
             assert_pinned(key, obtainable)
         assert Account.objects.filter(name="mine").exists()
 
+    def test_interrupted_while_it_is_unpinned(
+        self,
+        apart: Callable[..., Lock],
+        obtainable: Callable[[], bool],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The row doesn't stay pinned by a connection that nobody closes."""
+        connect, made = own_connections.separate_connection, list[Any]()
+
+        def interrupt() -> None:
+            raise Interrupted
+
+        def interruptible(alias: str, **options: Any) -> Any:
+            made.append(connect(alias, **options))
+            monkeypatch.setattr(made[-1], "rollback", interrupt)
+            return made[-1]
+
+        def write() -> None:
+            with apart(atomic=True):
+                AccountFactory(name="mine")
+                monkeypatch.setattr(
+                    own_connections, "separate_connection", interruptible
+                )
+
+        with pytest.raises(Interrupted), transaction.atomic():
+            write()
+        free = obtainable()
+        for pin in made:
+            pin.close()
+        assert free
+
     @pytest.mark.parametrize("same", [True, False], ids=["same key", "other key"])
     def test_pinned_twice(
         self, apart: Callable[..., Lock], key: str, same: bool

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from django.db import NotSupportedError, connections, transaction
 from django.db.transaction import TransactionManagementError
 
-from dblocks import LeaseLost, Lock, distributed_lock
+from dblocks import Lease, LeaseLost, Lock, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
-from tests.support.timing import always, scaled
+from tests.support.timing import SLACK, always, scaled, takes
 from tests.testapp.models import Account
 
 locks = DistributedLock.objects.using("locks")
@@ -125,6 +126,61 @@ def test_atomic_across_databases(
         AccountFactory(name="mine")
         transaction.on_commit(lambda: seen.append(taken()))
     assert seen == [True]
+    assert Account.objects.filter(name="mine").exists()
+    assert not taken()
+
+
+def enter_again(lock: Lock, lease: Lease) -> None:
+    """Take the lock once more, and give it back."""
+    with lock as inner:
+        assert inner.fencing_token == lease.fencing_token
+
+
+def take_another(lock: Lock, lease: Lease) -> None:
+    """Take a lock on another key, guarded as well."""
+    with distributed_lock(f"{lease.key} too", backend="apart", atomic=True):
+        AccountFactory(name="in a hook")
+
+
+def renew(lock: Lock, lease: Lease) -> None:
+    """Renew the lease."""
+    lease.renew()
+
+
+def renew_in_a_transaction(lock: Lock, lease: Lease) -> None:
+    """Renew the lease in a transaction of the hook's own."""
+    with transaction.atomic():
+        lease.renew()
+
+
+def release(lock: Lock, lease: Lease) -> None:
+    """Give the lock back before its block does."""
+    lease.release()
+
+
+@pytest.mark.usefixtures("readers_beside_a_writer")
+@pytest.mark.parametrize(
+    "use", [enter_again, take_another, renew, renew_in_a_transaction, release]
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_hook_uses_locks(
+    apart: Callable[..., Lock], taken: Callable[[], bool], use: Any, depth: int
+) -> None:
+    """After the commit nothing is pinned that an ``on_commit`` hook would wait for."""
+    seen: list[float] = []
+    with ExitStack() as outer:
+        for _ in range(depth):
+            outer.enter_context(transaction.atomic())
+        with apart(atomic=True) as lease:
+            AccountFactory(name="mine")
+
+            @transaction.on_commit
+            def hook() -> None:
+                with takes(at_most=3 * SLACK):
+                    use(apart(), lease)
+                seen.append(lease.remaining())
+
+    assert len(seen) == 1
     assert Account.objects.filter(name="mine").exists()
     assert not taken()
 

@@ -624,8 +624,8 @@ MUTANTS = [
     Mutant(
         "a row is locked after its savepoint",
         "backends/database/transactions.py",
-        "        if not over and exc_type is None:\n",
-        "        if not over:\n",
+        "        if exc_type is None:\n",
+        "        if True:\n",
         ("tests/test_nested_forms.py::test_lease_after_going_back[at first]",),
         quick=POSTGRESQL,
         engines=SERVERS,
@@ -633,8 +633,8 @@ MUTANTS = [
     Mutant(
         "a row is locked while any transaction is open",
         "backends/database/transactions.py",
-        "            if thread.row_locks:\n",
-        "            if thread.row_locks and not transaction_is_open():\n",
+        "    if depth is None or not in_transaction(connections[alias]):\n",
+        "    if depth is None or not transaction_is_open():\n",
         (
             "tests/test_nested_forms.py"
             "::test_lease_beside_another_databases_transaction[in_block]",

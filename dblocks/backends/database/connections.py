@@ -93,6 +93,7 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
     alias = connection.alias
     if runs_apart():
         return connection_beside(alias)
+    transactions.unpin_if_over()
     in_block = connection.in_atomic_block
     if writes and not can_write(alias):
         if not in_block:

@@ -229,11 +229,13 @@ def _close_together(connection: Connection, beside: _Beside) -> None:
 
 def _discard(kept: dict[str, Connection], alias: str) -> None:
     if (connection := kept.pop(alias, None)) is not None:
-        if not connection.autocommit:
-            # Django doesn't close what is in memory.
-            with suppress(Error):
-                connection.rollback()
-        close(connection)
+        try:
+            if not connection.autocommit:
+                # Django doesn't close what is in memory.
+                with suppress(Error):
+                    connection.rollback()
+        finally:
+            close(connection)
 
 
 def discard_beside(connection: Connection) -> None:

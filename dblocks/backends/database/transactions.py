@@ -103,6 +103,15 @@ def at_end(stage: int, function: Callable[[], object]) -> None:
     _thread.due[stage].append(function)
 
 
+def unpin_if_over() -> None:
+    """Unpin rows after the commit that they were pinned for, though its hooks run."""
+    if not _thread.due[UNPIN]:
+        return
+    with suppress(TransactionManagementError):
+        if not transaction_is_open():
+            _run_all(_thread.due[UNPIN][:])
+
+
 def note_row_lock(alias: str, key: str) -> None:
     """Remember that the open transaction has locked a key's row."""
     depth = len(connections[alias].atomic_blocks)
@@ -118,7 +127,9 @@ def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
     If ``certain``, not after a savepoint was rolled back: InnoDB may keep such locks.
     """
     depth = _thread.row_locks.get((alias, key))
-    if depth is not None and (depth or not certain):
+    if depth is None or not in_transaction(connections[alias]):
+        return
+    if depth or not certain:
         raise LockError(
             f"The row of the lock {key!r} is locked by this thread's own transaction: "
             f"a lease on it would wait for itself. Use one form, distributed_lock or "
@@ -165,6 +176,10 @@ def watch() -> None:
 
     @functools.wraps(enter)
     def watched_enter(self: Any) -> None:
+        # A hook may begin it.
+        if _thread.row_locks:
+            _forget_unlocked_rows(transaction.get_connection(self.using))
+        unpin_if_over()
         enter(self)
         if self._from_testcase:
             _test_cases.add(transaction.get_connection(self.using))
@@ -185,7 +200,7 @@ def watch() -> None:
             if thread.guards:
                 _forget_guards(transaction.get_connection(self.using))
             if thread.row_locks:
-                _forget_row_locks(transaction.get_connection(self.using), exc_type)
+                _leave_row_locks(transaction.get_connection(self.using), exc_type)
             # The hooks of a commit run before the end of the outermost block.
             if not outer:
                 _outermost_left(thread)
@@ -206,15 +221,25 @@ def _forget_guards(connection: Connection) -> None:
         _thread.guards.pop(connection.alias, None)
 
 
-def _forget_row_locks(connection: Connection, exc_type: object) -> None:
+def _forget_unlocked_rows(connection: Connection) -> None:
+    """Forget the row locks of a transaction that is over, before the next begins."""
+    if not in_transaction(connection):
+        for alias, key in list(_thread.row_locks):
+            if alias == connection.alias:
+                _thread.row_locks.pop((alias, key), None)
+
+
+def _leave_row_locks(connection: Connection, exc_type: object) -> None:
+    """Note what becomes of row locks when a block inside their transaction is left."""
+    if not in_transaction(connection):
+        return
     depth, locks = len(connection.atomic_blocks), _thread.row_locks
-    over = not in_transaction(connection)
     for (alias, key), blocks in list(locks.items()):
-        if alias != connection.alias or (blocks <= depth and not over):
+        if alias != connection.alias or blocks <= depth:
             continue
-        if not over and exc_type is None:
+        if exc_type is None:
             locks[alias, key] = depth
-        elif not over and dialects.of(connection).keeps_row_locks:
+        elif dialects.of(connection).keeps_row_locks:
             locks[alias, key] = 0
         else:
             locks.pop((alias, key), None)
