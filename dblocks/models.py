@@ -20,6 +20,7 @@ from .backends.values import PINNED_GRACE, Grant, Reading, Renewal, Request, Wai
 from .conf import DEFAULT_ALIAS, backends
 from .permits import apart
 from .signals import announce_force_release, log_request
+from .texts import visible
 
 
 class State(models.TextChoices):
@@ -203,15 +204,13 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
         # The same one again is a snapshot's, older than what the update sees.
-        while (row := rows.first()) is not None:
+        while (row := rows.first()) and (row.owner, row.version) != missed:
             grant = Grant(row_key, row.owner, row.version)
-            if grant == missed:
-                break
             if interventions.end_grant(self.db, grant, holder=row.holder, **how):
                 ended = row.owner, row.holder, row.version
                 announce_force_release(self.model, row_key, ended, using=self.db, **how)
                 return True
-            missed = grant
+            missed = row.owner, row.version
         return False
 
     def request_release(
@@ -418,10 +417,10 @@ class DistributedLock(models.Model):
         ]
 
     def __str__(self) -> str:
-        if self.permit is None:
-            return self.lock_key
-        values = {"key": self.lock_key, "permit": self.permit}
-        return gettext("%(key)s, permit %(permit)d") % values
+        key, permit = visible(self.lock_key), self.permit
+        if permit is None:
+            return key
+        return gettext("%(key)s, permit %(permit)d") % {"key": key, "permit": permit}
 
     @property
     def lock_key(self) -> str:

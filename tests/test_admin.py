@@ -30,6 +30,7 @@ from dblocks.backends.values import Grant
 from dblocks.interventions import Intervention, record
 from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
+from dblocks.texts import visible
 from tests.support.factories import LockFactory, now, stored
 from tests.support.fixtures import OtherThread
 
@@ -47,6 +48,7 @@ HOSTILE = {
     "right to left": "\u202eקוד\u202c:אבג",
     "blanks": "  two  blanks ",
     "lines": "one\ntwo\r\nthree",
+    "controls": "\x1b[2J\x07\x7f\x9b\u2066a\u2069\u200b",
     "query": "?a=b&c=d#e;f:g@h,i+j",
     "template": "{{ 1 }}{% now %} %(x)s {keys}",
 }
@@ -112,10 +114,14 @@ class Elements(HTMLParser):
     def __init__(self, response: Any) -> None:
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
         self.feed(response.rendered_content)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
     def fields(self, name: str) -> list[str]:
         """The values of the form fields of that name."""
@@ -871,6 +877,19 @@ def test_log_entry(operator: Client) -> None:
     assert html.escape(entry.get_change_message()) in page
 
 
+def test_history_of_hostile_texts(operator: Client) -> None:
+    """Holder, reason and whoever did it are shown, whatever they say."""
+    LockFactory(key="k", held=True, holder="\u202ehost\n")
+    DistributedLock.objects.force_release("k", by="me\x1b[2J", reason="a\r\nb")
+    LockFactory(key="l", held=True, holder="\u202ehost\n")
+    release(operator, field("l"))
+    [(who, what)] = told_by_history(operator, "k")
+    assert who == r"me\x1b[2J"
+    assert r"last held by \u202ehost\n, fencing" in what
+    assert what.endswith(r"Reason: a\r\nb")
+    assert r"\u202ehost\n" in LogEntry.objects.get().get_change_message()
+
+
 def told_by_history(client: Client, key: str) -> list[tuple[str, str]]:
     """Who did what, as a lock's history tells it."""
     page = client.get(page_of(key, "history")).rendered_content
@@ -1144,7 +1163,9 @@ def test_hostile_keys_are_shown(operator: Client, key: str) -> None:
         text = response.rendered_content
         assert "<script>alert" not in text
         # Django itself strips the keys in its titles.
-        assert html.escape(key[:60].strip()) in text
+        assert html.escape(visible(key[:60].strip())) in text
+        hidden = set(key) - set(visible(key)) - {"\n"}
+        assert not hidden & set(Elements(response).text)
 
 
 @hostile
@@ -1160,7 +1181,7 @@ def test_hostile_keys_are_released(operator: Client, key: str) -> None:
     ]
     [value] = Elements(operator.get(url)).fields("lock")
     response = release(operator, value, follow=True)
-    assert told(response) == [f"Released 1 lock: <bdi>{key}</bdi>."]
+    assert told(response) == [f"Released 1 lock: <bdi>{visible(key)}</bdi>."]
     assert not DistributedLock.objects.held().filter(pk=key).exists()
     assert stored("other").version == 1
     assert LogEntry.objects.get().object_id == key

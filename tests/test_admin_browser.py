@@ -20,6 +20,7 @@ from django.test import Client
 from pytest_django.live_server_helper import LiveServer
 
 from dblocks.models import DistributedLock
+from dblocks.texts import visible
 from tests.support.browser import NARROW, Browser, Window, launch
 from tests.support.factories import AccountFactory, LockFactory, stored
 from tests.support.fixtures import in_memory
@@ -276,7 +277,7 @@ def test_hostile_keys(desk: Desk) -> None:
         "all => all.map(each => [each.querySelector('bdi').textContent, each.href])",
     )
     assert sorted(text for text, _url in links) == sorted(
-        key.replace("\r\n", "\n") for key in HOSTILE.values()
+        visible(key) for key in HOSTILE.values()
     )
     for text, url in links:
         page.goto(url)

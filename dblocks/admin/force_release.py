@@ -30,6 +30,7 @@ from ..conf import DEFAULT_ALIAS, backends
 from ..interventions import Intervention
 from ..models import DistributedLock, LockQuerySet, State
 from ..permits import apart, in_order
+from ..texts import visible
 from .formats import escaped, names_of
 
 MAX_AT_ONCE = 500
@@ -111,9 +112,9 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
     else:
         text = _("Force released (last held by %(holder)s, fencing token %(token)s).")
     text %= {"holder": holder, "token": token}
-    if not reason:
-        return text
-    return _("%(what)s Reason: %(reason)s") % {"what": text, "reason": reason}
+    if reason:
+        text = _("%(what)s Reason: %(reason)s") % {"what": text, "reason": reason}
+    return visible(text)
 
 
 def is_busy(locks: LockQuerySet, key: str) -> bool:

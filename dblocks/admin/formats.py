@@ -14,6 +14,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext_lazy
 
 from ..permits import SEPARATOR, apart
+from ..texts import visible
 
 MAX_NAMED = 10
 """The most locks that a message names."""
@@ -69,7 +70,7 @@ def time_element(
 
 def isolated(text: str) -> SafeString:
     """Return a text from a program or a user, isolated from its surroundings."""
-    return format_html('<bdi class="dblocks-text">{}</bdi>', text)
+    return format_html('<bdi class="dblocks-text">{}</bdi>', visible(text))
 
 
 _SEPARATORS = r":;,./\\|_@=&?#+~-"
@@ -87,7 +88,7 @@ def isolated_note(note: str) -> SafeString:
 
 
 def _wrapped(text: str, kind: str) -> SafeString:
-    parts = ((part,) for part in _BREAK.split(text))
+    parts = ((part,) for part in _BREAK.split(visible(text)))
     breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)
     return format_html('<bdi class="dblocks-{}">{}</bdi>', kind, breakable)
 
@@ -109,7 +110,7 @@ def names_of(row_keys: Sequence[str]) -> SafeString:
 
 def _name_of(row_key: str) -> SafeString:
     key, permit = apart(row_key)
-    name = format_html("<bdi>{}</bdi>", key)
+    name = format_html("<bdi>{}</bdi>", visible(key))
     if permit is None:
         return name
     return format_html(_("{key} (permit {permit})"), key=name, permit=permit)

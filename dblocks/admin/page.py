@@ -27,6 +27,7 @@ from django.utils.translation import gettext_lazy, ngettext
 from ..backends.database import session_locks
 from ..interventions import Intervention
 from ..models import DistributedLock, State
+from ..texts import visible
 from .changelist import LockChangeList, LockPaginator, StateFilter
 from .force_release import ForceReleaseAdmin, told
 from .formats import (
@@ -253,7 +254,7 @@ class HistoryEntry:
         self._record = record
         self.action_time = localtime(record.at)
         #: Who did it; the template wants a user object.
-        self.user = {"get_username": record.by}
+        self.user = {"get_username": visible(record.by)}
 
     def get_change_message(self) -> str:
         record = self._record
