@@ -6,6 +6,7 @@ import copy
 import getpass
 import html
 import re
+import sqlite3
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
@@ -32,7 +33,7 @@ from dblocks.models import DistributedLock, State
 from dblocks.signals import lock_force_released
 from dblocks.texts import visible
 from tests.support.factories import LockFactory, now, stored
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, in_memory
 
 LIST = "/admin/dblocks/distributedlock/"
 RELEASE = f"{LIST}force-release/"
@@ -230,6 +231,20 @@ def test_action(role: str, offered: bool) -> None:
     page = browser_of(role).get(LIST).rendered_content
     assert ('value="force_release"' in page) is offered
     assert ("_selected_action" in page) is offered
+
+
+def test_free_locks_are_not_offered(operator: Client) -> None:
+    """In the list a free lock can't be ticked; among free ones there is no action."""
+    LockFactory(key="a", held=True)
+    LockFactory(key="b", cooling=True)
+    LockFactory(key="c", free=True)
+    everything = operator.get(LIST, {"state": "all"})
+    assert listed(everything) == ["a", "b", "c"]
+    assert Elements(everything).fields("_selected_action") == ["a", "b"]
+    free = operator.get(LIST, {"state": "free"})
+    assert listed(free) == ["c"]
+    assert Elements(free).fields("_selected_action") == []
+    assert 'value="force_release"' not in free.rendered_content
 
 
 # The list
@@ -544,6 +559,19 @@ def test_exact_time(operator: Client, settings: Any, use_tz: bool) -> None:
 def test_durations(seconds: float, text: str) -> None:
     """A duration is said in a unit of which there are at least two."""
     assert formats.phrase(formats.AGO, seconds) == text
+    length = text.removesuffix(" ago")
+    assert formats.phrase(formats.LENGTH, seconds) == length
+
+
+def test_remaining_is_a_length(operator: Client) -> None:
+    """It is said as one, wherever it is."""
+    LockFactory(key="k", held=True, expires_at=now(59 * 60 + 30))
+    for response in (
+        operator.get(LIST),
+        operator.get(page_of("k")),
+        operator.get(RELEASE, {"key": "k"}),
+    ):
+        assert ">59 min</time>" in response.rendered_content
 
 
 # The confirmation
@@ -618,13 +646,19 @@ def test_nothing_ticked(operator: Client) -> None:
 
 
 def test_free_locks_ticked(operator: Client) -> None:
-    """The action on free locks alone says so; among others they are left out."""
+    """The action on free locks alone says so; among others they are named."""
     LockFactory(key="a")
     LockFactory(key="b", held=True)
     response = act(operator, "a")
     assert response.status_code == 302
     assert "nothing to release" in told(operator.get(response.url))[0]
-    assert Elements(act(operator, "a", "b")).fields("lock") == [field("b")]
+    for response in (
+        act(operator, "a", "b"),
+        operator.get(RELEASE, {"key": ["a", "b"]}),
+    ):
+        assert Elements(response).fields("lock") == [field("b")]
+        assert told(response) == ["Left 1 lock alone, which is free: <bdi>a</bdi>."]
+    assert not told(act(operator, "x", url=f"{LIST}?state=all", select_across=1))
 
 
 def test_all_across_pages(operator: Client) -> None:
@@ -1036,6 +1070,71 @@ def test_row_locked_by_a_transaction(
     assert "an open transaction has locked" in told(response)[0]
     assert not LogEntry.objects.exists()
     assert lease.release()
+
+
+@pytest.fixture
+def writer(people: None) -> Iterator[Any]:
+    """Another program on the same SQLite database, which writes when told to."""
+    name = str(connection.settings_dict["NAME"])
+    if connection.vendor != "sqlite" or in_memory():
+        pytest.skip("elsewhere there is more than one writer")
+    writer = sqlite3.connect(name, isolation_level=None)
+    with connection.cursor() as cursor:
+        [patience] = cursor.execute("PRAGMA busy_timeout").fetchone()
+        cursor.execute("PRAGMA busy_timeout = 50")
+    yield writer
+    writer.close()
+    with connection.cursor() as cursor:
+        cursor.execute(f"PRAGMA busy_timeout = {patience}")
+
+
+@pytest.mark.parametrize("button", ["force", "ask"])
+def test_another_writer(writer: Any, button: str) -> None:
+    """Beside another writer nothing is released, and the page says why."""
+    LockFactory.bulk(3, held=True)
+    client = browser_of("operator")
+    fields = Elements(act(client, "x", select_across=1)).fields("lock")
+    writer.execute("BEGIN IMMEDIATE")
+    data = {"lock": fields, "reason": "stuck", button: "x"}
+    response = client.post(RELEASE, data, follow=True)
+    [message] = told(response)
+    assert message.startswith(
+        "Left 3 locks alone, because another process is writing to the database: "
+    )
+    assert message.endswith(" Try again.")
+    writer.execute("ROLLBACK")
+    assert DistributedLock.objects.held().count() == 3
+    assert told(client.post(RELEASE, data, follow=True))[0].startswith(
+        "Asked for 3 locks" if button == "ask" else "Released 3 locks"
+    )
+
+
+def test_another_writer_after_the_release(
+    writer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is released is reported so, although the admin's log can't be written."""
+    LockFactory(key="k", held=True)
+    client = browser_of("operator")
+
+    def listen(**kwargs: Any) -> None:
+        writer.execute("BEGIN IMMEDIATE")
+
+    lock_force_released.connect(listen)
+    try:
+        response = release(client, field("k"), follow=True)
+    finally:
+        lock_force_released.disconnect(listen)
+    writer.execute("ROLLBACK")
+    assert told(response) == ["Released 1 lock: <bdi>k</bdi>."]
+    assert told_by_history(client, "k") == [
+        (
+            "operator",
+            "Force released (last held by host:1:MainThread, fencing token 1). "
+            "Reason: stuck",
+        )
+    ]
+    assert not LogEntry.objects.exists()
+    assert "not in the admin's log key='k' error=database is locked" in caplog.text
 
 
 @pytest.mark.django_db(databases=["default", "locks"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import unquote, urlencode
@@ -11,11 +12,12 @@ from urllib.parse import unquote, urlencode
 import django
 from django import forms
 from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.templatetags.admin_urls import add_preserved_filters
 from django.contrib.admin.utils import label_for_field, quote
 from django.contrib.admin.widgets import AdminTextInputWidget
 from django.core.exceptions import PermissionDenied
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
@@ -25,6 +27,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from .. import validation
+from ..backends.database import dialects
 from ..backends.database.expressions import SecondsUntil
 from ..conf import DEFAULT_ALIAS, backends
 from ..interventions import Intervention
@@ -32,6 +35,8 @@ from ..models import DistributedLock, LockQuerySet, State
 from ..permits import apart, in_order
 from ..texts import visible
 from .formats import escaped, names_of
+
+logger = logging.getLogger("dblocks")
 
 MAX_AT_ONCE = 500
 """The most locks on one confirmation page, below Django's limit of form fields."""
@@ -92,6 +97,18 @@ _OUTCOMES = {
     "unheld": ngettext_lazy(
         "Nobody holds {count} lock, so nobody was asked: {keys}.",
         "Nobody holds {count} locks, so nobody was asked: {keys}.",
+        "count",
+    ),
+    "free": ngettext_lazy(
+        "Left {count} lock alone, which is free: {keys}.",
+        "Left {count} locks alone, which are free: {keys}.",
+        "count",
+    ),
+    "locked": ngettext_lazy(
+        "Left {count} lock alone, because another process is writing to the database: "
+        "{keys}. Try again.",
+        "Left {count} locks alone, because another process is writing to the database: "
+        "{keys}. Try again.",
         "count",
     ),
     "busy": ngettext_lazy(
@@ -201,12 +218,24 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     )
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         """Show the confirmation page; its form posts to an address of its own."""
+        is_all = request.POST.get("select_across") == "1"
+        ticked = [] if is_all else request.POST.getlist(ACTION_CHECKBOX_NAME)
+        return self._to_page(request, queryset, ticked)
+
+    def _to_page(
+        self, request: HttpRequest, queryset: Any, chosen: Sequence[str]
+    ) -> HttpResponse | None:
+        """Show what isn't free of some rows, and name the chosen ones that are."""
         taken = queryset.exclude(state=State.FREE).order_by("key")
         locks = sorted(taken[: MAX_AT_ONCE + 1], key=lambda lock: in_order(lock.key))
-        if locks:
-            return self._page(request, locks, ReleaseForm())
-        self._nothing(request)
-        return None
+        if not locks:
+            self._nothing(request)
+            return None
+        # The list's filter may leave them out.
+        free = self.get_queryset(request).filter(pk__in=chosen).free()
+        names = free.order_by("key").values_list("pk", flat=True)
+        self._tell(request, {"free": list(names)})
+        return self._page(request, locks, ReleaseForm())
 
     def render_change_form(
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
@@ -226,7 +255,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return self._confirmed(request)
         keys = [key for key in request.GET.getlist("key") if "\0" not in key]
         rows = self.get_queryset(request).filter(pk__in=keys)
-        return self.force_release(request, rows) or self._to_list(request)
+        return self._to_page(request, rows, keys) or self._to_list(request)
 
     def _to_list(self, request: HttpRequest) -> HttpResponse:
         return HttpResponseRedirect(self._url(request, "changelist"))
@@ -307,18 +336,25 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         else:
             kinds = Intervention.Kind
             kind = kinds.REQUEST if "ask" in request.POST else kinds.FORCE_RELEASE
+            reason, outcome = form.cleaned_data["reason"], ""
             for lock in locks:
-                outcome = self._act(request, lock, kind, form.cleaned_data["reason"])
+                # Each one would wait for the other writer again.
+                if outcome != "locked":
+                    outcome = self._act(request, lock, kind, reason)
                 keys[outcome].append(lock.key)
             response = self._to_list(request)
+        self._tell(request, keys)
+        return response
+
+    def _tell(self, request: HttpRequest, keys: Mapping[str, Sequence[str]]) -> None:
+        """Leave a message for each outcome that some locks have."""
         for outcome, text in _OUTCOMES.items():
-            if names := keys[outcome]:
+            if names := keys.get(outcome):
                 is_done = outcome in {"released", "asked"}
                 level = messages.SUCCESS if is_done else messages.WARNING
                 # format_html() would always take the plural.
                 sentence = text.format(count=len(names), keys=names_of(names))
                 self.message_user(request, SafeString(sentence), level)
-        return response
 
     def _act(
         self, request: HttpRequest, lock: DistributedLock, kind: str, reason: str
@@ -330,16 +366,23 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         act = same.request_release if is_request else same.force_release
         if is_request and State(lock.state) is not State.HELD:
             return "unheld"
-        if is_busy(self.locks, lock.key):
-            return "busy"
-        if not act(
-            lock.lock_key,
-            permit=lock.permit,
-            version=lock.version,
-            by=request.user,
-            reason=reason,
-        ):
-            return "changed"
+        which = {"permit": lock.permit, "version": lock.version}
+        try:
+            if is_busy(self.locks, lock.key):
+                return "busy"
+            if not act(lock.lock_key, **which, by=request.user, reason=reason):
+                return "changed"
+        except DatabaseError as error:
+            dialect = dialects.of(connections[self.locks.db])
+            if dialect.is_busy(error):
+                return "locked"
+            if dialect.is_wait_over(error):
+                return "busy"
+            raise
         text = told(kind, lock.holder, lock.version, reason)
-        self.log_change(request, lock, text)
+        try:
+            self.log_change(request, lock, text)
+        except DatabaseError as error:
+            # It is done, and in the lock's history.
+            logger.warning("not in the admin's log key=%r error=%s", lock.key, error)
         return "asked" if is_request else "released"

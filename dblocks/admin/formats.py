@@ -26,11 +26,11 @@ AGO = (
     ngettext_lazy("%(count)d min ago", "%(count)d min ago", "count"),
     ngettext_lazy("%(count)d s ago", "%(count)d s ago", "count"),
 )
-AHEAD = (
-    ngettext_lazy("in %(count)d day", "in %(count)d days", "count"),
-    ngettext_lazy("in %(count)d h", "in %(count)d h", "count"),
-    ngettext_lazy("in %(count)d min", "in %(count)d min", "count"),
-    ngettext_lazy("in %(count)d s", "in %(count)d s", "count"),
+LENGTH = (
+    ngettext_lazy("%(count)d day", "%(count)d days", "count"),
+    ngettext_lazy("%(count)d h", "%(count)d h", "count"),
+    ngettext_lazy("%(count)d min", "%(count)d min", "count"),
+    ngettext_lazy("%(count)d s", "%(count)d s", "count"),
 )
 OVERDUE = (
     ngettext_lazy("%(count)d day overdue", "%(count)d days overdue", "count"),

@@ -32,7 +32,7 @@ from .changelist import LockChangeList, LockPaginator, StateFilter
 from .force_release import ForceReleaseAdmin, told
 from .formats import (
     AGO,
-    AHEAD,
+    LENGTH,
     OVERDUE,
     escaped,
     exact,
@@ -106,7 +106,17 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         for lock in locks:
             lock.waiting_count = counts.get(lock.lock_key, 0)
 
+    def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
+        """Return none where the list shows free locks alone."""
+        if request.GET.get(StateFilter.parameter_name) == str(State.FREE):
+            return {}
+        # Which Django has from 6.1 on.
+        where = () if action_location is None else (action_location,)
+        return super().get_actions(request, *where)
+
     def action_checkbox(self, obj: DistributedLock) -> SafeString:
+        if State(obj.state) is State.FREE:
+            return SafeString()
         ticked = copy(obj)
         ticked.key = escaped(obj.key)
         return super().action_checkbox(ticked)
@@ -190,7 +200,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def left(self, lock: DistributedLock) -> SafeString | None:
         if State(lock.state) is State.FREE:
             return None
-        phrases = OVERDUE if lock.remaining <= 0 else AHEAD
+        phrases = OVERDUE if lock.remaining <= 0 else LENGTH
         return time_element(lock.expires_at, phrases, abs(lock.remaining))
 
     @admin.display(description=gettext_lazy("waiting"))
