@@ -339,6 +339,15 @@ MUTANTS = [
         quick=SQLITE,
     ),
     Mutant(
+        "force release ends what its holder has released",
+        STATEMENTS,
+        'owner = \'\', expires_at = {d.now} "\n            f"WHERE {self.current}"',
+        'owner = \'\', expires_at = {d.now} "\n            f"WHERE {self.this_key} "\n'
+        "            f\"AND version = {d.integer('version')}\"",
+        ("tests/test_manager.py::test_force_release_of_what_is_being_released",),
+        quick=SQLITE,
+    ),
+    Mutant(
         "a getter notes a loss",
         HOLDS,
         "            return self._overdue()\n",
