@@ -174,6 +174,7 @@ def test_shell(key: str, capfd: pytest.CaptureFixture[str]) -> None:
         assert run(*words) == 5
         assert capfd.readouterr().out == "ONE\n"
     assert stored(key).note == "n"
+    assert run(key, "--shell", "--", "-x; exit 5") == 5
 
 
 @pytest.mark.usefixtures("shared")

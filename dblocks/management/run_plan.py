@@ -163,7 +163,7 @@ def make_plan(
     if django:
         argv = _management_command(command, from_command_line, pythonpath)
     elif shell:
-        argv = ["/bin/sh", "-c", command[0]]
+        argv = ["/bin/sh", "-c", "--", command[0]]
     lock = _lock(
         engine,
         *keys,
