@@ -426,6 +426,30 @@ def test_lock_is_kept_for_grandchildren(commands: Commands, key: str) -> None:
     assert not distributed_lock(key).locked()
 
 
+def test_detached_processes_are_reaped(commands: Commands, key: str) -> None:
+    """What has left the group, and its parent, leaves no zombie when it ends."""
+    file, end = commands.file(), commands.file()
+    detached = f"echo $$ >> {file}; until test -e {end}; do sleep 0.02; done"
+    script = f'(setsid sh -c "{detached}" &); exec sleep 60'
+    process = commands.start(
+        "run_locked", key, "--", "sh", "-c", script.replace("$$", "\\$\\$")
+    )
+    [pid] = commands.pids(file)
+    eventually(lambda: pid in children_of(process.pid), what="the adoption")
+    end.touch()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
+    process.terminate()
+    assert finish(process)[0] == 143
+
+
+def test_children_of_the_caller(shared: None, key: str) -> None:
+    """Whatever ends in the caller's own group is the caller's to reap."""
+    child = subprocess.Popen(["sh", "-c", "exit 3"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert run(key, "--", "true") == 0
+    assert child.wait() == 3
+
+
 def test_sentinel_ends_with_the_command(commands: Commands, key: str) -> None:
     """Nothing is left when the command has ended."""
     file = commands.file()

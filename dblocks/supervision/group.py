@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -142,6 +143,17 @@ class Group:
                 self.status = os.waitstatus_to_exitcode(status)
                 self._process.returncode = self.status
 
+    def reap_adopted(self) -> None:
+        """Reap the adopted processes that had left the group.
+
+        A child in this process's own group is another's business here.
+        """
+        for pid in _children():
+            with suppress(ProcessLookupError, ChildProcessError):
+                group = os.getpgid(pid)
+                if pid != self.id and group not in {self.id, os.getpgrp()}:
+                    os.waitpid(pid, os.WNOHANG)
+
     def signal(self, number: int) -> None:
         sentinel.send(self.id, number)
 
@@ -155,6 +167,15 @@ class Group:
             return 127 if self.error in {errno.ENOENT, errno.ENOTDIR} else 126
         status = self.status or 0
         return status if status >= 0 else 128 - status
+
+
+def _children() -> list[int]:
+    """Return this process's children, where Linux tells."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
 
 
 def _adopt_orphans(adopt: bool) -> None:

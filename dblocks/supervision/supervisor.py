@@ -130,6 +130,7 @@ class Supervisor:
                 self.say("somebody asked for the lock: sending SIGTERM to the command")
                 self.group.signal(signal.SIGTERM)
             stopped = self.group.reap()
+            self.group.reap_adopted()
             if stopped in _JOB_CONTROL and self.terminal.exists:
                 self._stopped(stopped)
             pause = self.poll
