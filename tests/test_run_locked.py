@@ -843,6 +843,43 @@ def test_no_process_can_be_started(
     assert not distributed_lock(key).locked()
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.usefixtures("shared")
+def test_no_thread_can_be_started(
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Neither can one without room for threads run a command: status 126."""
+    file = tmp_path / "ran"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert run(key, "--", "touch", str(file)) == 126
+    assert "no thread could be started: can't start new" in capfd.readouterr().err
+    assert not file.exists()
+    assert not distributed_lock(key).locked()
+
+
+@pytest.mark.usefixtures("shared")
+def test_no_more_threads(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the command runs, no other thread is needed for the release."""
+    original = Supervisor.run
+
+    def run_supervised(self: Supervisor, *args: Any) -> Any:
+        outcome = original(self, *args)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        return outcome
+
+    monkeypatch.setattr(Supervisor, "run", run_supervised)
+    assert run(key, "--", "sh", "-c", "exit 3") == 3
+    monkeypatch.undo()
+    assert not distributed_lock(key).locked()
+
+
 @pytest.mark.parametrize("helper", [launcher, sentinel], ids=["launcher", "sentinel"])
 @pytest.mark.usefixtures("shared")
 def test_helper_that_fails(

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dblocks.supervision.signals import Signals
 from dblocks.supervision.supervisor import Supervisor
 from dblocks.test import hold_elsewhere
 from tests.support.commands import (
+    MANAGE,
     SLEEP,
     Commands,
     environment,
@@ -77,15 +79,11 @@ def test_closed_streams(commands: Commands, key: str) -> None:
 class PseudoTerminal:
     """A session whose controlling terminal is in this test's hands."""
 
-    def __init__(self, commands: Commands, *arguments: str) -> None:
+    def __init__(self, program: Sequence[str]) -> None:
         self.pid, self.file = pty.fork()
         if not self.pid:
             try:
-                os.execvpe(
-                    sys.executable,
-                    [sys.executable, "-m", "tests.support.manage", *arguments],
-                    environment(),
-                )
+                os.execvpe(program[0], program, environment())
             finally:
                 os._exit(99)
         self.seen = b""
@@ -123,12 +121,12 @@ class PseudoTerminal:
 
 @pytest.fixture
 def terminal(commands: Commands) -> Iterator[Callable[..., PseudoTerminal]]:
-    """Run commands on pseudo-terminals."""
+    """Run management commands, or a program, on pseudo-terminals."""
     made: list[PseudoTerminal] = []
 
-    def make(*arguments: str) -> PseudoTerminal:
+    def make(*arguments: str, program: Sequence[str] = MANAGE) -> PseudoTerminal:
         connections.close_all()
-        made.append(PseudoTerminal(commands, *arguments))
+        made.append(PseudoTerminal([*program, *arguments]))
         return made[-1]
 
     yield make
@@ -212,6 +210,135 @@ def test_suspend_key(
     session.read_until(b"end 7")
     assert not running(pid)
     session.wait()
+
+
+#: In the foreground of a terminal where programs in the background may not write.
+TOSTOP = "trap 'exit 5' TERM; stty tostop; echo ready; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("act", "status"),
+    [
+        (DistributedLock.objects.request_release, 5),
+        (DistributedLock.objects.force_release, 76),
+    ],
+    ids=["asked", "forced"],
+)
+def test_message_from_the_background(
+    terminal: Callable[..., PseudoTerminal],
+    key: str,
+    act: Callable[[str], object],
+    status: int,
+) -> None:
+    """After "stty tostop" neither a message nor a log line stops the wrapper."""
+    manage = f"{sys.executable} -m tests.support.manage"
+    line = f'{manage} run_locked {key} --lease 3 -- sh -c "{TOSTOP}"'
+    session = terminal("-i", "-c", f"{line}; echo end $?", program=["bash", "--norc"])
+    session.read_until(b"ready\r\n")
+    act(key)
+    session.read_until(b"end %d\r\n" % status)
+    session.wait()
+
+
+def test_stopped_output(
+    terminal: Callable[..., PseudoTerminal], commands: Commands, key: str
+) -> None:
+    """After Ctrl-S a message waits, and nothing else does."""
+    file = commands.file()
+    session = terminal("run_locked", key, "--lease", "3", *shell(SILENT, file))
+    commands.pids(file)
+    session.type(b"\x13")
+    assert DistributedLock.objects.request_release(key)
+    assert session.wait() == 3
+    assert not distributed_lock(key).locked()
+
+
+# Standard error that takes nothing
+
+
+@pytest.fixture(params=["closed", "without a reader", "full", "blocked"])
+def deaf(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Return the options for a process whose standard error takes no message."""
+    if request.param == "closed":
+        yield {"preexec_fn": partial(os.close, 2)}
+    elif request.param == "full":
+        with open("/dev/full", "wb") as full:
+            yield {"stderr": full}
+    else:
+        reader, writer = os.pipe()
+        with os.fdopen(reader, "rb") as readable, os.fdopen(writer, "wb") as writable:
+            if request.param == "blocked":
+                fill(writer)
+            else:
+                readable.close()
+            yield {"stderr": writable}
+
+
+def fill(pipe: int) -> None:
+    """Write until a pipe is full."""
+    os.set_blocking(pipe, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(4096))
+    os.set_blocking(pipe, True)
+
+
+def test_status_without_messages(
+    commands: Commands, key: str, deaf: dict[str, Any]
+) -> None:
+    """The exit status says what the message can't."""
+    expected = {
+        ("run_locked", key, "--", "true"): 75,
+        ("run_locked", f"{key}:free", "--", "no-such-program"): 127,
+        ("run_locked", key): 64,
+        ("run_locked", "--no-such-option"): 64,
+        ("locks", "show", f"{key}:none"): 1,
+        # The question can't be asked.
+        ("locks", "release", key): 1,
+    }
+    yes = commands.file()
+    yes.write_text("yes\n")
+    with distributed_lock(key).acquire(timeout=0) as lease, yes.open() as stdin:
+        processes = {
+            arguments: commands.start(*arguments, stdin=stdin, **deaf)
+            for arguments in expected
+        }
+        found = {arguments: p.wait(DEADLINE) for arguments, p in processes.items()}
+        assert found == expected
+        lease.renew()
+    assert not distributed_lock(f"{key}:free").locked()
+
+
+def test_asked_for_without_messages(
+    commands: Commands, key: str, deaf: dict[str, Any]
+) -> None:
+    """The command is told to finish, and finishes."""
+    file = commands.file()
+    process = commands.start(
+        "run_locked", key, "--lease", "3", *shell(SILENT, file), **deaf
+    )
+    commands.pids(file)
+    assert DistributedLock.objects.request_release(key)
+    assert process.wait(DEADLINE) == 3
+    assert file.read_text().split()[1:] == ["TERM"]
+    assert not distributed_lock(key).locked()
+
+
+def test_lost_without_messages(
+    commands: Commands, key: str, deaf: dict[str, Any]
+) -> None:
+    """The group is ended when the lease is lost."""
+    file = commands.file()
+    process = commands.start(
+        "run_locked",
+        *[key, "--lease", "3", "--kill-after", "0.4"],
+        *stubborn_family(file),
+        **deaf,
+    )
+    pids = family(commands, file)
+    DistributedLock.objects.force_release(key)
+    assert process.wait(DEADLINE) == 76
+    assert not any(running(pid) for pid in pids)
 
 
 # Signals
@@ -326,6 +453,10 @@ FINISHING = (
     "trap 'echo TERM >> {file}; sleep 0.5; exit 3' TERM; echo $$ > {file}; "
     "while :; do sleep 0.05; done"
 )
+
+
+#: The same; the shell would say that its sleep was terminated.
+SILENT = f"exec 2>&-; {FINISHING}"
 
 
 @pytest.mark.parametrize("keys", [1, 2])

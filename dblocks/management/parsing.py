@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from django.core.management.base import BaseCommand, CommandError, DjangoHelpFormatter
 from django.core.management.base import CommandParser as DjangoParser
 
 from . import statuses
+from .standard_error import StandardError
 
 _UNITS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -32,17 +33,51 @@ class Parser(DjangoParser):
     def error(self, message: str) -> NoReturn:
         text = message + self.advice % {"prog": self.prog.strip()}
         if self.called_from_command_line:
-            self.exit(statuses.USAGE, f"{self.prog}: {text}\n")
+            standard_error = StandardError(sys.stderr)
+            standard_error.write(f"{self.prog}: {text}\n")
+            standard_error.settle(statuses.USAGE)
+            sys.exit(statuses.USAGE)
         raise statuses.bad_usage(text)
 
 
 class LockCommand(BaseCommand):
-    """A command with examples in its help and an exit status for every failure."""
+    """A command with examples in its help and an exit status for every failure.
+
+    The status is the same when standard error is closed, full or blocked.
+    """
 
     parser_class: type[Parser] = Parser
     requires_system_checks: tuple[str, ...] = ()
     examples = ""
     verbosity = 1
+
+    def __init__(self, stdout: Any = None, stderr: Any = None, **options: Any) -> None:
+        self.standard_error = file = StandardError(stderr or sys.stderr)
+        super().__init__(stdout, cast(TextIO, file), **options)
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        try:
+            super().run_from_argv(argv)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(bool(end.code))
+            self.standard_error.settle(status)
+            raise
+        self.standard_error.settle(0)
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        if options.get("stderr"):
+            self.standard_error = StandardError(options["stderr"])
+            options["stderr"] = self.standard_error
+        try:
+            return super().execute(*args, **options)
+        finally:
+            if not self.from_command_line:
+                self.standard_error.flush()
+                self.standard_error.end()
+
+    @property
+    def from_command_line(self) -> bool:
+        return bool(getattr(self, "_called_from_command_line", False))
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> Any:
         parser = super().create_parser(

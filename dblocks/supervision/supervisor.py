@@ -27,6 +27,9 @@ ENDING = 0.1
 STARTING = 15.0
 """Seconds within which each of the two helper programs must be ready."""
 
+TELLING = 0.5
+"""Seconds that a stop waits for a message that can't be written."""
+
 _JOB_CONTROL = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
@@ -45,7 +48,8 @@ class Supervisor:
         kill_after: Seconds between SIGTERM and SIGKILL.
         heeds_requests: Whether the command is told that the lock is asked for.
         signals: Collects this process's signals, since before the lease was taken.
-        say: Called with messages for the user.
+        say: Called with messages for the user; neither blocks nor raises.
+        told: Waits that many seconds at most until they are written.
         lost: Whether the lease was lost, or could not be trusted to last.
     """
 
@@ -54,6 +58,7 @@ class Supervisor:
     heeds_requests: bool
     signals: Signals
     say: Callable[[str], object]
+    told: Callable[[float], object]
     lost = False
     kill_at = deadline = 0.0
     term_at = float("inf")
@@ -127,8 +132,8 @@ class Supervisor:
                 self.group.signal(number)
             if self.heeds_requests and self.lease.release_requested:
                 self.heeds_requests = False
-                self.say("somebody asked for the lock: sending SIGTERM to the command")
                 self.group.signal(signal.SIGTERM)
+                self.say("somebody asked for the lock: SIGTERM was sent to the command")
             stopped = self.group.reap()
             self.group.reap_adopted()
             if stopped in _JOB_CONTROL and self.terminal.exists:
@@ -162,8 +167,8 @@ class Supervisor:
                 why = "this process stood still until the lease was nearly over"
             elif self.lease.lost_reason is None and remaining > 0:
                 why = f"the lease could not be renewed and ends in {remaining:.1f} s"
-            self.say(f"{why}: terminating the command")
             terminate(self.group.id)
+            self.say(f"{why}: terminating the command")
         else:
             if not self.sentinel.alive():
                 self._replace_sentinel()
@@ -203,6 +208,7 @@ class Supervisor:
             f"stopped; the lease isn't renewed meanwhile: the command is terminated in "
             f"{max(0.0, self._time_left()):.0f} s, before it ends"
         )
+        self.told(TELLING)
         self.signals.let_stops()
         # The whole job, as the terminal does, or the shell would go on waiting for it.
         os.killpg(os.getpgrp(), number)

@@ -344,9 +344,8 @@ exit status:
     def _ask(self, lines: Sequence[str], agreed: Collection[str]) -> None:
         """Ask on stderr, as stdout is for data alone, and end unless it is agreed."""
         self.stderr.write("\n".join(lines), style_func=str, ending="")
-        self.stderr.flush()
         try:
-            answer = input()
+            answer = input() if self.standard_error.flush() else ""
         except (EOFError, KeyboardInterrupt):
             answer = ""
             self.stderr.write("")

@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import connections
 
 from ...backends.values import Reading
 from ...exceptions import LockError
@@ -28,6 +27,7 @@ from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
 from ..rendering import holder_of
 from ..run_plan import Plan
+from ..worker import Worker
 
 try:
     from ...supervision.sentinel import now
@@ -39,6 +39,8 @@ else:
     can_supervise = True
 
 T = TypeVar("T")
+
+THREAD = "dblocks-run-locked"
 
 TELLING = 2.0
 """The most seconds for the log and for the receivers of a loss."""
@@ -94,8 +96,8 @@ examples:
 exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
   lost; 64 bad usage; 69 the database or backend is out of reach; 78 the lock table is
-  missing, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't be run; 127
-  COMMAND was not found
+  missing, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't be run, or
+  there is no thread or process to be had; 127 COMMAND was not found
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -120,10 +122,9 @@ exit status:
                 returncode=statuses.UNAVAILABLE,
             )
         self.verbosity = verbosity
-        self.from_command_line = getattr(self, "_called_from_command_line", False)
         plan = run_plan.make_plan(**options, from_command_line=self.from_command_line)
-        with Signals() as self.signals:
-            waiter = Waiter(plan, self.signals.wake)
+        with Signals() as self.signals, self._threads() as self.worker:
+            waiter = Waiter(plan, self.worker, self.signals.wake)
             lease = self._acquire(plan, waiter, quiet=skip_if_locked)
             if lease is None:
                 conflict = _conflict(plan, waiter.seen)
@@ -131,22 +132,51 @@ exit status:
                     self._tell(f"{conflict}; nothing was run", cron=False)
                     return
                 self.fail(conflict, conflict_exit_code)
-            supervisor = Supervisor(
-                lease, plan.kill_after, plan.heeds_requests, self.signals, self._tell
-            )
-            try:
-                status = supervisor.run(plan.command, _environment(plan, lease))
-                if status is None:
-                    status = self._not_run(loss(lease))
-            finally:
-                released = self._release(lease)
-        if released is False and not supervisor.lost:
-            self._tell(f"{loss(lease)}; the command may not have been alone")
-        if released is False or supervisor.lost:
+            status = self._run(plan, lease)
+        if status is None:
             status = lost_exit_code
             news.settle(TELLING)
         if status:
             sys.exit(status)
+
+    @contextmanager
+    def _threads(self) -> Iterator[Worker]:
+        """Start the threads that are needed in any case: one that takes and releases.
+
+        The other one writes messages.
+        """
+        try:
+            self.standard_error.start()
+            worker = Worker(THREAD, self.signals.wake)
+        except RuntimeError as error:
+            raise CommandError(
+                f"no thread could be started: {error}; nothing was run",
+                returncode=statuses.CANT_RUN,
+            ) from error
+        try:
+            yield worker
+        finally:
+            worker.end()
+
+    def _run(self, plan: Plan, lease: Lease | Leases) -> int | None:
+        """Run the command; return its status, or ``None`` if the lease was lost."""
+        supervisor = Supervisor(
+            lease,
+            plan.kill_after,
+            plan.heeds_requests,
+            self.signals,
+            self._tell,
+            self.standard_error.flush,
+        )
+        try:
+            status = supervisor.run(plan.command, _environment(plan, lease))
+            if status is None:
+                status = self._not_run(loss(lease))
+        finally:
+            released = self._release(lease)
+        if released is False and not supervisor.lost:
+            self._tell(f"{loss(lease)}; the command may not have been alone")
+        return None if released is False or supervisor.lost else status
 
     def _acquire(
         self, plan: Plan, waiter: Waiter, quiet: bool
@@ -172,13 +202,12 @@ exit status:
             if lease is not None:
                 self._release(lease, GIVING_BACK)
             elif self.from_command_line:
-                wait([in_thread(waiter.give_back, self.signals.wake)], GIVING_BACK)
+                _try_briefly(waiter.give_back)
             if self.from_command_line:
                 # The interpreter's cleanup takes long on a busy machine, and the
                 # waiter's database call may still be under way.
-                wait([in_thread(plan.engine.close, self.signals.wake)], GIVING_BACK)
-                with suppress(AttributeError, OSError, ValueError):
-                    sys.stderr.flush()
+                _try_briefly(plan.engine.close)
+                self.standard_error.flush(GIVING_BACK)
                 os._exit(status)
             sys.exit(status)
         return waiting.result()
@@ -188,7 +217,7 @@ exit status:
         # Once the lease is over, there is nothing left to release.
         until = now() + (patience or max(1.0, lease.remaining()))
         self.signals.take()
-        releasing = in_thread(lease.release, self.signals.wake)
+        releasing = self.worker.call(lease.release)
         while not releasing.done() and now() < until:
             self.signals.wait(min(0.5, until - now()))
             if self.signals.ending() is not None:
@@ -210,11 +239,8 @@ exit status:
 
     def _tell(self, text: str, *, cron: bool = True) -> None:
         """Say something on standard error; without ``cron``, only on a terminal."""
-        if self.verbosity > 0:
-            # Standard error may be closed; the command matters more.
-            with suppress(OSError, ValueError):
-                if cron or self.stderr.isatty():
-                    self.stderr.write(f"run_locked: {text}")
+        if self.verbosity > 0 and (cron or self.stderr.isatty()):
+            self.stderr.write(f"run_locked: {text}")
 
 
 class CalledOff(Exception):
@@ -241,7 +267,7 @@ class Waiter(InThread):
         migrating: Is set while tables are made.
     """
 
-    def __init__(self, plan: Plan, wake: Callable[[], object]) -> None:
+    def __init__(self, plan: Plan, worker: Worker, wake: Callable[[], object]) -> None:
         self._plan = plan
         self._wake = wake
         self._owner = owners.current()
@@ -250,7 +276,7 @@ class Waiter(InThread):
         self.seen = Seen("", Reading())
         self.called_off = threading.Event()
         self.migrating = threading.Event()
-        self.result = in_thread(self._get, wake)
+        self.result = worker.call(self._get)
 
     def _get(self) -> Lease | Leases | None:
         """Acquire; give every failure an exit status."""
@@ -308,23 +334,10 @@ class Waiter(InThread):
             raise CalledOff
 
 
-def in_thread(function: Callable[[], T], wake: Callable[[], object]) -> Future[T]:
-    """Call a function, then ``wake``, in a thread that can't keep the process alive."""
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            try:
-                result = function()
-            finally:
-                connections.close_all()
-            future.set_result(result)
-        except BaseException as error:
-            future.set_exception(error)
-        wake()
-
-    threading.Thread(target=call, name="dblocks-run-locked", daemon=True).start()
-    return future
+def _try_briefly(function: Callable[[], object]) -> None:
+    """Call a function in another thread, if there is one, and don't wait long."""
+    with suppress(RuntimeError):
+        wait([Worker(THREAD).call(function)], GIVING_BACK)
 
 
 def _result(future: Future[T]) -> T | None:

@@ -1,0 +1,111 @@
+"""Standard error, where a message holds up nothing and changes no exit status."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from .worker import Worker
+
+PATIENCE = 2.0
+"""Seconds to wait for a reader when everything else is done."""
+
+
+class StandardError:
+    """A file for messages that neither blocks nor raises: a thread writes them.
+
+    Writing to a pipe that nobody reads blocks, and so does writing to a terminal after
+    Ctrl-S. Writing to a closed file or a full disk raises.
+
+    Args:
+        file: The file; ``None`` where the process has none.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._worker: Worker | None = None
+        self._has_failed = False
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        if self._worker is None:
+            self._worker = Worker("dblocks-standard-error")
+
+    def end(self) -> None:
+        """End the thread once all is written."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def isatty(self) -> bool:
+        try:
+            return bool(self._file.isatty())
+        except (AttributeError, OSError, ValueError):  # none, or closed
+            return False
+
+    def write(self, text: str) -> int:
+        self._call(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self, patience: float = PATIENCE) -> bool:
+        """Wait until all is written, that long if it blocks; tell whether it is."""
+        return self._flushed(patience).done() and not self._has_failed
+
+    def settle(self, status: int) -> None:
+        """Write what is left, and see to it that the process ends with this status.
+
+        Python flushes standard error at its end. If that fails, the status is 120; if
+        it blocks, the process never ends.
+        """
+        flushing = self._flushed(PATIENCE)
+        if not flushing.done():
+            os._exit(status)
+        if isinstance(flushing.exception(), OSError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
+        self.end()
+
+    def _flushed(self, patience: float) -> Future[object]:
+        flushing = self._call(lambda: self._file.flush())
+        while not wait([flushing], patience).done and not self._blocks():
+            pass
+        return flushing
+
+    def _blocks(self) -> bool:
+        try:
+            return not select.select([], [self._file], [], 0)[1]
+        except (OSError, TypeError, ValueError):
+            return False
+
+    def _call(self, function: Callable[[], object]) -> Future[object]:
+        def call() -> object:
+            try:
+                return function()
+            except BaseException:
+                self._has_failed = True
+                raise
+
+        try:
+            self.start()
+        except RuntimeError:
+            return _made(call)
+        assert self._worker is not None
+        return self._worker.call(call)
+
+
+def _made(call: Callable[[], object]) -> Future[object]:
+    """Make a call in this thread, where there is no other."""
+    future: Future[object] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future

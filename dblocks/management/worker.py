@@ -1,0 +1,64 @@
+"""A thread for calls that may block, which can't keep the process alive."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+from django.db import connections
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Makes calls in a thread of its own, one after the other.
+
+    Args:
+        name: The thread's.
+        wake: Called after each of them.
+
+    Raises:
+        RuntimeError: No thread can be started.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], object] = lambda: None) -> None:
+        self._wake = wake
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Have a function called."""
+        future: Future[T] = Future()
+        self._calls.put(partial(_call, function, future))
+        return future
+
+    def end(self) -> None:
+        """End the thread once its calls are made."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        if hasattr(signal, "pthread_sigmask"):
+            # After "stty tostop", writing from the background would stop the process;
+            # and it is the main thread that notices a SIGCONT. Threads that are started
+            # from here, such as those that renew, inherit this.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU, signal.SIGCONT])
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+            self._wake()
+
+
+def _call(function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        try:
+            result = function()
+        finally:
+            connections.close_all()
+        future.set_result(result)
+    except BaseException as error:
+        future.set_exception(error)
