@@ -212,6 +212,19 @@ def test_suspend_key(
     session.wait()
 
 
+def test_suspend_key_without_a_shell(
+    terminal: Callable[..., PseudoTerminal], key: str
+) -> None:
+    """Where no shell could continue a stopped command, Ctrl-Z stops nothing."""
+    script = 'echo ready; read line; echo "got $line"'
+    session = terminal("run_locked", key, "--", "sh", "-c", script)
+    session.read_until(b"ready")
+    session.type(b"\x1a")
+    session.type(b"hello\n")
+    session.read_until(b"got hello")
+    assert session.wait() == 0
+
+
 #: In the foreground of a terminal where programs in the background may not write.
 TOSTOP = "trap 'exit 5' TERM; stty tostop; echo ready; while :; do sleep 0.05; done"
 

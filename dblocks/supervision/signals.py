@@ -100,6 +100,10 @@ class Signals:
                     pass
         return any(file in ready for file in files)
 
+    def has(self, number: int) -> bool:
+        """Tell whether a signal is queued."""
+        return number in list(self._pending)
+
     def take(self) -> list[int]:
         """Empty the queue and return it."""
         return [self._pending.popleft() for _ in range(len(self._pending))]

@@ -203,7 +203,7 @@ class Supervisor:
         if number != signal.SIGTSTP and self.terminal.give(self.group.id):
             self.group.signal(signal.SIGCONT)
             return
-        self.terminal.take_back(self.group.id)
+        had_terminal = self.terminal.take_back(self.group.id)
         self.say(
             f"stopped; the lease isn't renewed meanwhile: the command is terminated in "
             f"{max(0.0, self._time_left()):.0f} s, before it ends"
@@ -212,6 +212,16 @@ class Supervisor:
         self.signals.let_stops()
         # The whole job, as the terminal does, or the shell would go on waiting for it.
         os.killpg(os.getpgrp(), number)
+        if number == signal.SIGTSTP and not self.signals.has(signal.SIGCONT):
+            self._not_stopped(had_terminal)
+
+    def _not_stopped(self, had_terminal: bool) -> None:
+        """Go on: the kernel stops nobody whom no shell could continue."""
+        self.say("no shell could continue it: the command goes on")
+        self._resume()
+        if had_terminal:
+            self.terminal.give(self.group.id)
+        self.group.signal(signal.SIGCONT)
 
     def _resume(self) -> None:
         self.signals.catch_stops()

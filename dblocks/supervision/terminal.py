@@ -37,12 +37,13 @@ class Terminal:
         """Put a group into the foreground if this process is in it."""
         return self._hand_over(os.getpgrp(), group)
 
-    def take_back(self, group: int, *, restore_modes: bool = False) -> None:
+    def take_back(self, group: int, *, restore_modes: bool = False) -> bool:
         """Put this process into the foreground if the group is in it.
 
         A group that was killed couldn't restore the terminal's modes.
         """
-        self._hand_over(group, os.getpgrp(), self._modes if restore_modes else None)
+        modes = self._modes if restore_modes else None
+        return self._hand_over(group, os.getpgrp(), modes)
 
     def _hand_over(self, old: int, new: int, modes: list[Any] | None = None) -> bool:
         # So that this process may change the terminal from the background.
