@@ -88,7 +88,8 @@ class Table(Source):
 
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
         # A later release leaves the version, and the row cooling.
-        return self._locks.filter(owner=lock.owner).force_release(
+        same: LockQuerySet = self._locks.filter(owner=lock.owner)
+        return same.force_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
         )
 
