@@ -124,7 +124,8 @@ def distributed_lock(
             re-enters, from any thread, process or machine. Default: a new id for each
             outermost acquisition.
         atomic: Run the body in ``transaction.atomic()`` on the database ``default``,
-            and commit only while the lock is still held. Sync code only.
+            and commit only while the lock is still held. Such a lease is entered once:
+            by the lock's own ``with``, or by one of yours. Sync code only.
         on_locked: What a decorated call does when the wait runs out. ``None``: a view
             answers 423, any other call raises :exc:`LockTimeout`. ``"raise"``: every
             call raises it. ``"skip"``: return ``None`` without running, and don't wait

@@ -294,17 +294,27 @@ class LeaseBlock(ABC):
 
     # As a context manager
 
-    @sync_only
     def __enter__(self: T) -> T:
+        outer = self._block
+        if outer is not None:
+            raise RuntimeError(
+                f"{self!r} has atomic=True and is entered already: leaving this block "
+                f"would commit and release in the middle of the outer one. Use "
+                f"transaction.atomic() for a part of it."
+            )
+        try:
+            self._begin()
+            return self
+        except BaseException:
+            if self._block is not None:
+                self.__exit__(*sys.exc_info())
+            raise
+
+    @sync_only
+    def _begin(self) -> None:
         if self._atomic:
-            block = self._committing()
-            try:
-                block.__enter__()
-            except BaseException:
-                self._leave(sys.exc_info()[0])
-                raise
-            self._block = block
-        return self
+            self._block = self._committing()
+            self._block.__enter__()
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: Any) -> None:
         if self._block is not None:

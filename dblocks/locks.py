@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,7 +76,7 @@ class Lock(Generic[L]):
     backend: str
 
     def __post_init__(self) -> None:
-        self._entered: list[_Entry[L]] = []
+        self._entered: list[_Entry] = []
         self._is_literal = True
         self._templates: Mapping[str, str] = {}
         self._is_one = len(self.keys) == 1
@@ -320,15 +321,23 @@ class Lock(Generic[L]):
     # As a context manager
 
     def __enter__(self) -> L:
-        return self._enter(_frame_that_others_may_close())
+        entry = _Entry(_frame_that_others_may_close())
+        try:
+            return self._enter(entry)
+        except BaseException:
+            self._forget(entry)
+            if entry.lease is not None:
+                entry.lease.__exit__(*sys.exc_info())
+            raise
 
     @sync_only
-    def _enter(self, frame: FrameType | None) -> L:
+    def _enter(self, entry: _Entry) -> L:
         attempts = self._attempts()
-        lease = self._acquire(attempts)
+        entry.by = attempts[0].by
+        entry.lease = lease = self._acquire(attempts)
         if self.atomic:
             lease.__enter__()
-        self._entered.append(_Entry(frame, attempts[0].by, lease))
+        self._entered.append(entry)
         return lease
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -337,46 +346,58 @@ class Lock(Generic[L]):
     # Not coroutines themselves, so that whoever calls them is the block's own frame.
 
     def __aenter__(self) -> Coroutine[Any, Any, L]:
-        return self._aenter(_frame_that_others_may_close())
+        return self._aenter(_Entry(_frame_that_others_may_close()))
 
-    async def _aenter(self, frame: FrameType | None) -> L:
-        lease = await self.aacquire()
-        self._entered.append(_Entry(frame, owners.current(), lease))
-        return lease
+    async def _aenter(self, entry: _Entry) -> L:
+        try:
+            entry.lease = lease = await self.aacquire()
+            entry.by = owners.current()
+            self._entered.append(entry)
+            return lease
+        except BaseException:
+            self._forget(entry)
+            if entry.lease is not None:
+                await entry.lease.__aexit__(*sys.exc_info())
+            raise
 
     def __aexit__(self, *exc_info: Any) -> Coroutine[Any, Any, None]:
         return self._leave(_frame_that_others_may_close()).__aexit__(*exc_info)
 
-    def _leave(self, frame: FrameType | None) -> L:
+    def _forget(self, entry: _Entry) -> None:
+        """Undo what was noted of a block that an exception kept from being entered."""
+        with suppress(ValueError):
+            self._entered.remove(entry)
+
+    def _leave(self, frame: FrameType | None) -> LeaseBlock:
         """Return the lease of the block that is left, which counts as left."""
-        inside = list(self._entered)
-        if len(inside) == 1:
-            self._entered.remove(inside[0])
-            return inside[0].lease
-        found = [x for x in inside if frame is not None and x.frame is frame]
-        if not found:
-            # An ExitStack enters and leaves in frames of its own.
-            me = owners.current()
-            mine = [x for x in inside if x.by is me]
-            found = [x for x in mine if x.frame is None] or mine
+        inside = found = list(self._entered)
+        if len(inside) > 1:
+            found = [x for x in inside if frame is not None and x.frame is frame]
+            if not found:
+                # An ExitStack enters and leaves in frames of its own.
+                me = owners.current()
+                mine = [x for x in inside if x.by is me]
+                found = [x for x in mine if x.frame is None] or mine
         if not found:
             raise RuntimeError(f"{self!r} is left where it was not entered.")
         self._entered.remove(found[-1])
-        return found[-1].lease
+        lease: LeaseBlock = found[-1].lease
+        return lease
 
 
 @dataclass(eq=False, slots=True)
-class _Entry(Generic[L]):
-    """A block that is under way.
+class _Entry:
+    """A block that is entered, or under way.
 
     Attributes:
         frame: What the block is in, if others may close that.
-        by: Who entered it.
+        by: Who enters it.
+        lease: What it has, as soon as that is granted.
     """
 
     frame: FrameType | None
-    by: owners.Owner
-    lease: L
+    by: owners.Owner | None = None
+    lease: Any = None
 
 
 _CLOSABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import sys
 import threading
 import warnings
@@ -11,14 +13,23 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import connection, connections
 
-from dblocks import Lock, locks
+from dblocks import Lease, Lock, locks
 from dblocks.holding.registry import Registry, registry
 from dblocks.holding.renewal import RenewalScheduler
+from dblocks.lease_blocks import LeaseBlock
 from tests.support.timing import DEADLINE
 
 Locks = Callable[..., Lock]
+
+#: Where a block is entered.
+ENTERING: set[Any] = {
+    inspect.unwrap(function).__code__
+    for function in (Lock.__enter__, Lock._enter, LeaseBlock.__enter__)
+}
+#: What refuses event loops, around these too.
+WRAPPER: Any = Lock.acquire.__code__
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +98,104 @@ def test_interrupt_in_the_bookkeeping(
     thread.start()
     thread.join(DEADLINE)
     assert not thread.is_alive()
+
+
+def enters(block: Lock | Lease, steps: int) -> bool:
+    """Enter a block, interrupted after so many steps; tell whether that succeeded."""
+
+    def interrupt(frame: FrameType, what: str, argument: object) -> Any:
+        nonlocal steps
+        is_inner = frame.f_back is not None and frame.f_back.f_code in ENTERING
+        if frame.f_code is WRAPPER and is_inner:
+            # An exception that is raised in its except clause would not be forgotten.
+            steps -= what == "return"
+        elif frame.f_code in ENTERING:
+            # What happens at the outermost one's end is the caller's.
+            is_inner |= frame.f_back is not None and frame.f_back.f_code is WRAPPER
+            steps -= is_inner or what != "return"
+        else:
+            return None
+        if steps < 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with block:
+            sys.settrace(before)
+            return True
+    except KeyboardInterrupt:
+        return False
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("atomic", [False, True], ids=["plain", "atomic"])
+@pytest.mark.parametrize("what", ["lock", "lease"])
+def test_interrupt_while_entering(
+    lock: Locks, key: str, what: str, atomic: bool
+) -> None:
+    """A block that isn't entered renews nothing, and leaves no transaction open."""
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            entered = False
+            for steps in range(100):
+                # Somebody refers to it, as to those at the top of a module.
+                known = lock(f"{key}:{steps}", atomic=atomic, timeout=0)
+                entered = enters(known if what == "lock" else known.acquire(), steps)
+                assert not connection.in_atomic_block
+                mine = [x for x in registry.all() if x.grant.key.startswith(key)]
+                assert not [x for x in mine if x.is_referred_to()]
+                if entered:
+                    break
+        assert entered
+        assert steps
+    finally:
+        gc.enable()
+
+
+def test_interrupt_while_entering_in_async_code(lock: Locks, key: str) -> None:
+    """Nor does such a block of a task: what was granted is given back."""
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            entered = False
+            for steps in range(100):
+                known = lock(f"{key}:{steps}", timeout=0)
+                entered = asyncio.run(aenters(known, steps))
+                mine = [x for x in registry.all() if x.grant.key.startswith(key)]
+                assert not [x for x in mine if x.is_referred_to()]
+                if entered:
+                    break
+        assert entered
+        assert steps
+    finally:
+        gc.enable()
+
+
+async def aenters(block: Lock, steps: int) -> bool:
+    """Enter a block in a task, interrupted after so many steps."""
+
+    def interrupt(frame: FrameType, what: str, argument: object) -> Any:
+        nonlocal steps
+        if frame.f_code is not Lock._aenter.__code__:
+            return None
+        steps -= what == "line"
+        if steps < 0:
+            sys.settrace(None)
+            raise InterruptedError
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        async with block:
+            return True
+    except InterruptedError:
+        return False
+    finally:
+        sys.settrace(before)

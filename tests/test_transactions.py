@@ -508,6 +508,23 @@ class TestAtomic:
         assert balance_of(account) == 0
         assert not taken()
 
+    @pytest.mark.parametrize("keys", ["one", "several"])
+    def test_entered_twice(
+        self, lock: Locks, account: Account, key: str, backend: str, keys: str
+    ) -> None:
+        """Nothing is committed or released in the middle of the block."""
+        more = [] if keys == "one" else [f"{key}:more"]
+        outer = distributed_lock(key, *more, backend=backend, atomic=True, timeout=0)
+        with pytest.raises(RolledBack), outer as lease:  # noqa: PT012
+            Account.objects.filter(pk=account.pk).update(balance=5)
+            with pytest.raises(RuntimeError, match=r"atomic=True.*already"), lease:
+                pytest.fail("entered again")
+            assert lease.held
+            assert connection.in_atomic_block
+            raise RolledBack
+        assert balance_of(account) == 0
+        assert not outer.locked()
+
     def test_released_after_the_commit(
         self, lock: Locks, taken: Callable[[], bool]
     ) -> None:
