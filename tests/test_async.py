@@ -9,16 +9,20 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.conf import settings
+from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblocks import Lease, Lock, LockTimeout
+from dblocks.backends.database.session_locks import SessionLock
 from dblocks.backends.values import Reading
 from dblocks.conf import backends
+from dblocks.models import DistributedLock
 from tests.support import asgi
 from tests.support.fixtures import OtherThread, in_memory
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
@@ -182,6 +186,83 @@ def test_a_thousand_cancellations(
     assert entries() > 10
     eventually(lambda: not opened.threads(), what="the end of the threads")
     eventually(lambda: not opened.connected(), what="the end of the connections")
+
+
+@pytest.mark.needs("has_table")
+def test_cancelled_at_the_end_of_its_wait(
+    lock: Locks,
+    key: str,
+    other: OtherThread,
+    obtainable: Obtainable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was granted to a task that never heard of it is given back."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite's gates don't show who waits")
+    show = SessionLock.show_waiter
+    cancels: list[Callable[[], object]] = []
+    shown = threading.Event()
+
+    def show_and_cancel(self: SessionLock, waits: bool) -> None:
+        if not waits:
+            cancels.pop()()
+        show(self, waits)
+        shown.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(lock(lease=60, timeout=2 * DEADLINE).aacquire())
+        loop = asyncio.get_running_loop()
+        cancels.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        assert await asyncio.to_thread(shown.wait, DEADLINE)
+        await asyncio.to_thread(other.do, release)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(SessionLock, "show_waiter", show_and_cancel)
+    # As another process has it: among themselves, waiters of one need no gate.
+    rows = DistributedLock.objects
+    row = other.do(rows.acquire, key, owner="theirs", lease=600)
+    release = partial(rows.release, key, owner="theirs", version=row.version)
+    run(main())
+    assert not cancels
+    eventually(obtainable, within=DEADLINE, what="the key")
+
+
+def test_loop_that_is_closed(
+    backend: str,
+    lock: Locks,
+    obtainable: Obtainable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was granted to a task of a loop that is closed meanwhile lapses."""
+    loop = asyncio.new_event_loop()
+    call_soon = loop.call_soon_threadsafe
+    kind = type(backends[backend])
+    try_acquire = kind.try_acquire
+    stopped, passed_on = threading.Event(), threading.Event()
+
+    def try_when_stopped(*arguments: Any) -> Any:
+        assert stopped.wait(DEADLINE)
+        return try_acquire(*arguments)
+
+    def call_soon_and_tell(*arguments: Any, **options: Any) -> asyncio.Handle:
+        try:
+            return call_soon(*arguments, **options)
+        finally:
+            passed_on.set()
+
+    monkeypatch.setattr(kind, "try_acquire", try_when_stopped)
+    task = loop.create_task(lock(lease=scaled(1.2)).aacquire(timeout=0))
+    loop.run_until_complete(asyncio.sleep(0))
+    monkeypatch.setattr(loop, "call_soon_threadsafe", call_soon_and_tell)
+    stopped.set()
+    assert passed_on.wait(DEADLINE)
+    assert not obtainable()
+    loop.close()
+    eventually(obtainable, what="the end of the lease")
+    assert not task.done()
+    task.get_coro().close()  # type: ignore[union-attr]
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 def waiters(lock: Locks, count: int, **options: Any) -> Any:

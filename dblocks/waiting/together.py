@@ -47,6 +47,8 @@ def get_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
 
 async def aget_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
     """:func:`get_all` for async code; waits without holding a thread."""
+    for attempt in attempts:
+        attempt.loop = asyncio.get_running_loop()
     return await get_all_in(InEventLoop(attempts[0].backend, _undo), attempts)
 
 
@@ -89,7 +91,6 @@ class _Together:
         new_owner = os.urandom(16).hex()
         for attempt in attempts:
             attempt.new_owner = new_owner
-            attempt.loop = asyncio._get_running_loop()
 
     async def get(self) -> list[Hold] | Refused:
         """Wait until all keys are taken, or the time is over."""

@@ -165,8 +165,6 @@ class _Wait:
             gate = await self.place.call(partial(self.backend.gate, request))
         try:
             found = await self._look(queue, seen, gate)
-            if gate is not None and gate.shows_waiter and isinstance(found, Hold):
-                await self.place.call(partial(gate.show_waiter, False))
             # Another permit may already be free for the next waiter.
             is_one = self.attempt.permits == 1
             if is_one and isinstance(found, Hold) and found.keep_gate(gate):
@@ -204,6 +202,13 @@ class _Wait:
         left = self.attempt.give_up - clock.monotonic()
         return self.backend.look(self.attempt.row_keys, left)
 
+    def _make(self, gate: Gate | None) -> Hold | Reading:
+        found = self.attempt.make(gate)
+        # In the same step: a task that is cancelled in a later one keeps the key.
+        if isinstance(found, Hold) and gate is not None and gate.shows_waiter:
+            gate.show_waiter(False)
+        return found
+
     async def _look(
         self, queue: WaitQueue, seen: Reading, gate: Gate | None
     ) -> Hold | Reading:
@@ -235,7 +240,7 @@ class _Wait:
                 queue.saw(seen)
             if let_in or seen.remaining <= 0 or seen.is_had_by(attempt.owner):
                 overdue = not let_in and seen.remaining <= -PINNED_GRACE
-                found = await self.place.call(partial(attempt.make, gate))
+                found = await self.place.call(partial(self._make, gate))
                 latest = found.grant if isinstance(found, Hold) else found
                 taken = latest.version != seen.version
                 if overdue and taken and gate and not (gate.held or gate.is_bell):
