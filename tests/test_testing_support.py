@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import unittest
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -29,7 +30,7 @@ from dblocks.backends.database import own_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
-from tests.support.fixtures import OtherThread, outranks
+from tests.support.fixtures import OtherThread, outranks, wipe
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.testapp.models import Account
 
@@ -452,6 +453,96 @@ class InsideTestCase(TestCase):
         with transaction.atomic(), distributed_lock("inside"):
             pass
         assert not own_connections._thread.beside
+
+
+def run_case(test: Callable[[], object], kind: type[Any] = TestCase) -> None:
+    """Run a function as the only test of a test case, whose end it has to itself."""
+
+    class Case(kind):  # type: ignore[misc]
+        def runTest(self) -> None:
+            test()
+
+    result = unittest.TestResult()
+    unittest.TestSuite([Case()]).run(result)
+    assert result.wasSuccessful(), result.failures + result.errors
+
+
+@pytest.mark.needs("has_table")
+class TestLeftovers:
+    """What a failed test leaves behind is no later test's affair."""
+
+    @pytest.fixture
+    def left(self, committed: None, key: str) -> list[Lease]:
+        """Return where the lease of the failed test stays referred to."""
+        left: list[Lease] = []
+
+        def fail() -> None:
+            # Tokens begin anew after the rollback.
+            for _ in range(3):
+                distributed_lock(key).acquire(timeout=0).release()
+            left.append(distributed_lock(key).acquire(timeout=0))
+
+        run_case(fail)
+        return left
+
+    def test_lease(self, left: list[Lease]) -> None:
+        """With the transaction that it was granted in, a lease is over."""
+        assert not left[0].held
+        assert left[0].remaining() == 0
+
+    @pytest.mark.parametrize("kind", [TestCase, TransactionTestCase])
+    def test_later_test(self, left: list[Lease], key: str, kind: type[Any]) -> None:
+        """Who takes the key in a later test has it, and keeps it."""
+
+        def hold() -> None:
+            for _ in range(2):
+                with hold_elsewhere(key) as theirs:
+                    distributed_lock(f"{key}:other").locked()
+                    assert theirs.held
+                    assert theirs.lost_reason is None
+                with distributed_lock(key, timeout=0) as lease:
+                    assert lease.held
+
+        run_case(hold, kind)
+
+    def test_thread_of_a_later_test(
+        self, left: list[Lease], lock: Locks, key: str, obtainable: Obtainable
+    ) -> None:
+        """Nor are other threads refused what only the failed test had."""
+        assert obtainable()
+
+    def test_of_the_class(self, committed: None, key: str) -> None:
+        """What a whole class of tests holds stays held between them."""
+
+        class Case(TestCase):
+            @classmethod
+            def setUpClass(cls) -> None:
+                super().setUpClass()
+                cls.lease = distributed_lock(key).acquire(timeout=0)
+
+            def test_one(self) -> None:
+                assert self.lease.held
+                with pytest.raises(LockTimeout), hold_elsewhere(key):
+                    pass
+
+            test_two = test_one
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
+        assert result.wasSuccessful(), result.failures + result.errors
+        assert not Case.lease.held
+
+    def test_emptied_table(self, committed: None, key: str) -> None:
+        """Nor does a leftover of a table that was emptied end what comes after."""
+        for _ in range(3):
+            distributed_lock(key).acquire(timeout=0).release()
+        leftover = distributed_lock(key).acquire(timeout=0)
+        wipe()
+        with hold_elsewhere(key) as theirs:
+            assert theirs.fencing_token < leftover.fencing_token
+            assert theirs.held
+            assert theirs.lost_reason is None
+        assert leftover.release() is False
 
 
 @pytest.mark.needs("has_table")

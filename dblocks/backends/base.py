@@ -16,6 +16,7 @@ from .. import validation
 from ..signals import announce_force_release, log_request
 from .gates import Gate
 from .values import (
+    Binding,
     Entry,
     Grant,
     Granted,
@@ -342,15 +343,9 @@ class BaseBackend(ABC):
 
     # Tests
 
-    def binding(self) -> tuple[object, Callable[[], bool] | None]:
-        """Return what binds a grant of this thread, if anything does.
-
-        Returns:
-            The connection of a ``TestCase``, and a function that tells whether a
-            renewal would harm this thread's work. Other threads call that, for as long
-            as what is acquired here is held.
-        """
-        return None, None
+    def binding(self) -> Binding:
+        """Return what binds a grant to this thread, if anything does."""
+        return Binding()
 
     def is_in_test_case(self) -> bool:
         """Tell whether a ``TestCase`` in any thread wraps work on this engine."""

@@ -53,6 +53,21 @@ class Granted(NamedTuple):
     gate: Gate | None = None
 
 
+class Binding(NamedTuple):
+    """What binds a grant to the thread that has got it.
+
+    Attributes:
+        test_connection: The connection of a ``TestCase`` that it was granted on.
+        is_rolled_back: Tells whether the test that it was granted in is over.
+        renewal_bar: Tells whether a renewal would harm the thread's work. Other threads
+            call that, for as long as the grant is held.
+    """
+
+    test_connection: object = None
+    is_rolled_back: Callable[[], bool] | None = None
+    renewal_bar: Callable[[], bool] | None = None
+
+
 @dataclass(slots=True)
 class Request:
     """What an owner asks for.

@@ -96,6 +96,7 @@ class Hold:
         explicit: The caller gave the owner's id, which may be in use in other threads
             and processes too.
         started: Local clock before the request for it was sent.
+        known_at: Local clock when the registry came to know it.
         limit: Local clock beyond which no renewal moves the deadline.
         deadline: Local clock at which it counts as over, unless renewed before.
         renew_at: Local clock of its next renewal.
@@ -108,12 +109,12 @@ class Hold:
         leases: Weak references to the open leases: a hold that nothing refers to any
             more is not renewed.
         gate: The gate through which it was acquired, kept until it is released.
-        renewal_bar: Tells whether a renewal would harm the work of the acquirer.
-        test_connection: The connection of a ``TestCase`` that it was granted on.
+        binding: What binds it to the thread that acquired it.
         ref: What the registry knows it by.
     """
 
     failing = False
+    known_at = float("inf")
     counted = 1
     entered_again = False
     ref: weakref.ref[Hold] | None = None
@@ -136,7 +137,7 @@ class Hold:
         self.promise(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
-        self.test_connection, self.renewal_bar = claim.backend.binding()
+        self.binding = claim.backend.binding()
         self.loss_callbacks: Callbacks = deque()
         self.request_callbacks: Callbacks = deque()
         self._requests: dict[str, object] = {}
@@ -155,7 +156,10 @@ class Hold:
 
     def is_live(self) -> bool:
         """Tell whether it is held, as far as this process knows."""
-        return not self._end and self.counted > 0 and clock.monotonic() < self.deadline
+        if self._end or self.counted <= 0 or clock.monotonic() >= self.deadline:
+            return False
+        is_rolled_back = self.binding.is_rolled_back
+        return is_rolled_back is None or not is_rolled_back()
 
     def remaining(self) -> float:
         """Return the seconds for which certainly nobody else can have the key."""

@@ -45,12 +45,15 @@ class Registry:
         place = hold.backend, hold.grant.key
         earlier = self.find(*place)
         ref = hold.ref = weakref.ref(hold, self._all.discard)
+        hold.known_at = clock.monotonic()
         self._all.add(ref)
         outdated = None
         if earlier is not None and earlier.is_live():
             ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
-            # The answer to an earlier request may arrive later, and too late.
-            outdated = hold if theirs > ours or not hold.is_live() else earlier
+            # The answer to an earlier request may arrive later, and too late. The token
+            # doesn't prove that alone: in a table that a test emptied they begin anew.
+            is_late = theirs > ours and hold.started < earlier.known_at
+            outdated = hold if is_late or not hold.is_live() else earlier
         if outdated is not hold:
             with self._mutex:
                 self._latest[place] = ref

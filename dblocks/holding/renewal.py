@@ -166,16 +166,17 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
         nearly = hold.renew_at <= now + hold.terms.interval / 4
         if hold.backend not in backends or not nearly:
             continue
-        if hold.renewal_bar is not None and hold.renewal_bar():
+        binding = hold.binding
+        if binding.renewal_bar is not None and binding.renewal_bar():
             hold.renew_at = now + _soon(hold)
             continue
-        if hold.test_connection is None:
+        if binding.test_connection is None:
             due.setdefault(hold.backend, []).append(hold)
         else:
             # Only the test can see the row; it is renewed when the test next asks.
             hold.extend(now)
             answer = partial(hold.note_answer, sent=now)
-            hold.backend.owe(hold.test_connection, hold.renewal(), answer)
+            hold.backend.owe(binding.test_connection, hold.renewal(), answer)
     return due
 
 

@@ -109,7 +109,7 @@ class Attempt(Claim):
             if latest is None:
                 continue
             latest.note_overdue()
-            if latest.test_connection is not None:
+            if latest.binding.test_connection is not None:
                 seen = self._seen_in_test(latest)
                 if seen is not None:
                     return seen
@@ -155,8 +155,8 @@ class Attempt(Claim):
 
         Another connection would wait for the test's transaction.
         """
-        test_connection, _ = self.backend.binding()
-        if hold.test_connection is test_connection or not hold.is_live():
+        test_connection = self.backend.binding().test_connection
+        if hold.binding.test_connection is test_connection or not hold.is_live():
             return None
         return Reading(
             owner=hold.grant.owner,

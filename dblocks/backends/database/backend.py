@@ -21,6 +21,7 @@ from ...permits import apart, row_keys
 from ..base import Renewer
 from ..gates import Gate
 from ..values import (
+    Binding,
     Grant,
     Granted,
     Reading,
@@ -256,12 +257,14 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     # Tests
 
-    def binding(self) -> tuple[object, Callable[[], bool] | None]:
+    def binding(self) -> Binding:
         own, bar = connections[self.using], None
         if not dialects.of(own).has_row_locks:
             # A transaction that has read can't write once somebody else has written.
             bar = partial(transactions.in_transaction, own)
-        return own if transactions.in_test_case(own) else None, bar
+        if transactions.in_test_case(own):
+            return Binding(own, transactions.end_of_test(own), bar)
+        return Binding(renewal_bar=bar)
 
     def is_in_test_case(self) -> bool:
         return transactions.test_case_is_open(self.using)

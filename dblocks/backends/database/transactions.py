@@ -55,6 +55,16 @@ def in_test_case(connection: Connection) -> bool:
     return bool(blocks) and blocks[0]._from_testcase
 
 
+def end_of_test(connection: Connection) -> Callable[[], bool]:
+    """Return what tells whether the present block of a ``TestCase`` has ended.
+
+    That is a test's own, or the one around all tests of a class.
+    """
+    blocks: list[Any] = connection.atomic_blocks
+    mine = [block for block in blocks if block._from_testcase][-1]
+    return lambda: mine not in connection.atomic_blocks
+
+
 def test_case_is_open(alias: str) -> bool:
     """Tell whether a ``TestCase`` wraps a connection to a database in any thread."""
     return any(c.alias == alias and in_test_case(c) for c in list(_test_cases))
