@@ -3,6 +3,9 @@
 Durations are measured by a monotonic clock that also counts the time during
 which the machine was suspended, where the system has one: a laptop that slept
 for an hour must not believe that its lease of 30 seconds still runs.
+
+Tests that freeze Python's clocks, as with freezegun, don't freeze this one: whoever
+waits for something measures by it, because such a wait would never end.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ if hasattr(time, "CLOCK_BOOTTIME"):
 elif sys.platform == "darwin":
     _read = partial(time.clock_gettime, time.CLOCK_MONOTONIC)
 else:
-    _read = time.monotonic
+    # Not the function itself, which freezegun would replace here too.
+    _read = partial(time.monotonic)
 
 
 _ahead = 0.0

@@ -12,7 +12,7 @@ from django.db.models import Case, F, Q, Value, When
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from . import interventions, transaction_locks, validation
+from . import clock, interventions, transaction_locks, validation
 from .backends.database import dialects, session_locks, table
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
@@ -120,7 +120,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             explicit=True,
             queued=True,
         )
-        patience = time.monotonic() + PINNED_GRACE
+        patience = clock.monotonic() + PINNED_GRACE
         while True:
             answer = table.take(connections[self.db], request)
             if not isinstance(answer, Reading):
@@ -128,7 +128,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 row: DistributedLock
                 row = self.model.from_db(self.db, names, list(answer.grant))
                 return row
-            if answer.remaining > 0 or time.monotonic() >= patience:
+            if answer.remaining > 0 or clock.monotonic() >= patience:
                 return None
             time.sleep(0.005)
 
@@ -283,13 +283,13 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         deleted, after = 0, ""
         while batch := list(keys.filter(key__gt=after)[:batch_size]):
             after = batch[-1]
-            started = time.monotonic()
+            started = clock.monotonic()
             deleted += table.prune(self.db, stale, batch)
             if progress is not None:
                 progress(deleted)
             if not connection.in_atomic_block:
                 rest = dialects.of(connection).prune_rests
-                time.sleep(rest * (time.monotonic() - started))
+                time.sleep(rest * (clock.monotonic() - started))
         return deleted
 
     def waiters(self, key: str) -> Waiters:

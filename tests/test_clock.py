@@ -5,19 +5,23 @@ from __future__ import annotations
 import datetime as datetime_module
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import DatabaseError, connection, connections, transaction
 from django.db.backends.signals import connection_created
 from django.utils import timezone as django_timezone
 
-from dblocks import Lease, Lock, LockTimeout, distributed_lock
+from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
+from dblocks.admin.force_release import is_busy
 from dblocks.models import DistributedLock
+from dblocks.test import hold_elsewhere
 from tests.support.factories import let_expire, stored
 from tests.support.fixtures import OtherThread
-from tests.support.timing import SLACK, always, eventually, scaled
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -212,3 +216,92 @@ def test_lease_taken_late_in_a_transaction(
             at = time.monotonic()
             eventually(lambda after=at: time.monotonic() > after + 0.4)
     assert ends[1] - ends[0] > timedelta(seconds=0.3)
+
+
+# Frozen clocks, as freezegun makes them
+
+
+@contextmanager
+def frozen_clocks() -> Iterator[None]:
+    """Stop the clocks that Python offers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter"):
+            now = getattr(time, name)()
+            patch.setattr(time, name, lambda now=now: now)
+        yield
+
+
+def when_frozen(other: OtherThread, function: Callable[[], Any]) -> Any:
+    """Call a function in another thread while the clocks stand still."""
+    with frozen_clocks():
+        future = other.start(function)
+        try:
+            return future.result(timeout=DEADLINE)
+        except NotInTime:
+            pytest.fail("it waits for ever")
+
+
+@contextmanager
+def busy(key: str) -> Iterator[None]:
+    """Keep the row, on SQLite the whole database, from being written."""
+    with transaction.atomic():
+        assert locks.filter(pk=key).update(note="busy")
+        yield
+
+
+@pytest.mark.usefixtures("readers_beside_a_writer")
+class TestFrozenClocks:
+    """Who waits for a database finds out when the time is over."""
+
+    @pytest.fixture(autouse=True)
+    def row(self, committed: None, key: str) -> None:
+        """Let the key have a row."""
+        distributed_lock(key).acquire(timeout=0).release()
+
+    @pytest.mark.parametrize("timeout", [0, 0.2])
+    def test_acquire(self, key: str, other: OtherThread, timeout: float) -> None:
+        """An acquire ends, however busy the database."""
+        lock = distributed_lock(key)
+        with busy(key):
+            lease = when_frozen(other, lambda: lock.try_acquire(timeout=timeout))
+        assert lease is None
+
+    def test_release(self, key: str, other: OtherThread) -> None:
+        """A release is done or an error."""
+        if connection.vendor != "sqlite":
+            pytest.skip("the server lets it wait for the row")
+        lease = other.do(distributed_lock(key, renew=False).acquire)
+
+        def release() -> bool:
+            try:
+                return bool(lease.release())
+            except DatabaseError:
+                return True
+
+        with busy(key):
+            assert when_frozen(other, release)
+
+    def test_pessimistic_form(self, key: str, other: OtherThread) -> None:
+        """So does the wait for a lease's end inside a transaction."""
+
+        def wait() -> None:
+            with transaction.atomic(), transaction_lock(key, timeout=0.2):
+                pytest.fail("locked")
+
+        with hold_elsewhere(key), pytest.raises(LockTimeout):
+            when_frozen(other, wait)
+
+    @pytest.mark.usefixtures("two_writers")
+    def test_manager(self, key: str, other: OtherThread) -> None:
+        """So does the manager's try for a row that a transaction has locked."""
+        with busy(key):
+            row = when_frozen(other, lambda: locks.acquire(key, owner="me", lease=30))
+        assert row is None
+
+    @pytest.mark.usefixtures("two_writers")
+    def test_admin(self, key: str, other: OtherThread) -> None:
+        """So does the admin's look at such a row."""
+        if not connection.features.has_select_for_update_skip_locked:
+            pytest.skip("it can't look at locked rows")
+        with busy(key):
+            assert when_frozen(other, lambda: is_busy(locks.all(), key))

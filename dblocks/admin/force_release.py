@@ -26,7 +26,7 @@ from django.utils.text import Truncator, capfirst
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
-from .. import validation
+from .. import clock, validation
 from ..backends.database import dialects
 from ..backends.database.expressions import SecondsUntil
 from ..conf import DEFAULT_ALIAS, backends
@@ -143,12 +143,12 @@ def is_busy(locks: LockQuerySet, key: str) -> bool:
     rows = locks.filter(pk=key).select_for_update(skip_locked=True)
     if not connections[rows.db].features.has_select_for_update_skip_locked:
         return False
-    give_up = time.monotonic() + PATIENCE
+    give_up = clock.monotonic() + PATIENCE
     while True:
         with transaction.atomic(using=rows.db):
             if rows.first() is not None:
                 return False
-        if time.monotonic() > give_up:
+        if clock.monotonic() > give_up:
             return True
         time.sleep(PATIENCE / 20)
 

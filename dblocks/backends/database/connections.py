@@ -19,7 +19,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
-from ... import forks
+from ... import clock, forks
 from . import dialects, transactions
 from .own_connections import (
     close,
@@ -185,7 +185,7 @@ def run(
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
     """
-    started, waited, attempt = time.monotonic(), 0.0, 0
+    started, waited, attempt = clock.monotonic(), 0.0, 0
     while True:
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
@@ -216,7 +216,7 @@ def run(
                 discard_if_idle(own, connection)
         attempt += 1
         time.sleep(dialect.pause(attempt))
-        waited = time.monotonic() - started
+        waited = clock.monotonic() - started
 
 
 def _may_repeat(
@@ -224,7 +224,7 @@ def _may_repeat(
 ) -> bool:
     """Tell whether to repeat an operation; note a dead connection, to avoid it."""
     dialect = dialects.known(connection)
-    if time.monotonic() >= give_up:
+    if clock.monotonic() >= give_up:
         return False
     if isinstance(error, ReplyLost):
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from functools import partial
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from ... import forks
+from ... import clock, forks
 from . import dialects, transactions
 
 logger = logging.getLogger("dblocks")
@@ -106,7 +105,7 @@ class IdleConnections:
     def give_back(self, connection: Connection) -> None:
         """Keep a connection for the next user."""
         idle = self._idle.setdefault(connection.alias, deque())
-        idle.append((time.monotonic(), connection))
+        idle.append((clock.monotonic(), connection))
         self._tidy_later()
 
     def _tidy_later(self) -> None:
@@ -133,7 +132,7 @@ class IdleConnections:
 
     def close_idle(self, older_than: float = 0.0) -> None:
         """Close what has been idle for so many seconds."""
-        since = time.monotonic() - older_than
+        since = clock.monotonic() - older_than
         for idle in list(self._idle.values()):
             # Others may take a connection that is seen here.
             with suppress(IndexError):

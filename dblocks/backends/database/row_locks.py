@@ -20,6 +20,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
+from ... import clock
 from ...exceptions import LockTimeout
 from ...signals import log_timeout
 from ...validation import RowWait
@@ -71,7 +72,7 @@ class _Wait:
         self.keys = keys
         self.key = keys[0]
         self.how = how
-        self.started = time.monotonic()
+        self.started = clock.monotonic()
         self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
 
     def of(self, key: str) -> _Wait:
@@ -82,7 +83,7 @@ class _Wait:
 
     @property
     def left(self) -> float:
-        return max(0.0, self.give_up - time.monotonic())
+        return max(0.0, self.give_up - clock.monotonic())
 
     def taken(self, seen: Mapping[str, Reading]) -> Reading:
         """Return the reading of the key that stays taken for longest, and note it."""
@@ -92,7 +93,7 @@ class _Wait:
 
     def pause(self, longest: float) -> None:
         """Sleep between two looks at a lease: longer, the longer it has lasted."""
-        mean = min(max(0.005, (time.monotonic() - self.started) / 10), LONGEST_PAUSE)
+        mean = min(max(0.005, (clock.monotonic() - self.started) / 10), LONGEST_PAUSE)
         pause = random.uniform(0.5, 1.5) * mean
         time.sleep(min(pause, self.left, max(longest, 0.001)))
 
@@ -114,7 +115,7 @@ class _Wait:
             retry_after=leased.remaining,
             cooling=leased.is_cooling,
         )
-        log_timeout(error, time.monotonic() - self.started)
+        log_timeout(error, clock.monotonic() - self.started)
         return error
 
 
@@ -186,7 +187,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
                 stale = dialects.of(connection).is_stale_snapshot(error)
                 if not (stale or isinstance(error, StaleSnapshot)):
                     raise
-                if time.monotonic() >= patience:
+                if clock.monotonic() >= patience:
                     raise wait.timed_out(None) from error
             else:
                 if rows is None:
@@ -405,13 +406,13 @@ def _sqlite_rows(connection: Connection, wait: _Wait) -> Any:
 @contextmanager
 def _bounded(connection: Connection, limit: float) -> Iterator[None]:
     """Bound how long SQLite waits for its write lock; then raise ``WaitOver``."""
-    started = time.monotonic()
+    started = clock.monotonic()
     dialect = dialects.of(connection)
     try:
         with BusyTimeout(connection, limit):
             yield
     except OperationalError as error:
-        waited = time.monotonic() - started >= 0.9 * limit
+        waited = clock.monotonic() - started >= 0.9 * limit
         snapshot = dialect.is_stale_snapshot(error)
         if snapshot or not waited or not dialect.is_transient(error):
             raise

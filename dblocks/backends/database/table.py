@@ -353,7 +353,7 @@ def _extended(
     lease: float,
 ) -> tuple[set[Grant], int | None]:
     """Extend grants without ``RETURNING``; return them, and what the reply tells."""
-    sent = time.monotonic()
+    sent = clock.monotonic()
     changed, told = execute(connection, sql, values)
     if changed == len(grants):
         return set(grants), told
@@ -362,7 +362,7 @@ def _extended(
     # The count doesn't say which rows are gone or locked. A row that lasts a lease from
     # when this was sent is extended; hundreds may be released at the same time.
     seen = read_all(connection, [grant.key for grant in grants])
-    left = lease - (time.monotonic() - sent) - ROUNDING
+    left = lease - (clock.monotonic() - sent) - ROUNDING
     extended = {
         grant
         for grant in grants
@@ -405,13 +405,13 @@ def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
     Inside the caller's transaction it isn't repeated.
     """
     connection = transaction.get_connection(using)
-    give_up = time.monotonic() + PATIENCE
+    give_up = clock.monotonic() + PATIENCE
     while True:
         try:
             with transaction.atomic(using=using):
                 return act(connection)
         except DatabaseError as error:
-            over = connection.in_atomic_block or time.monotonic() >= give_up
+            over = connection.in_atomic_block or clock.monotonic() >= give_up
             if over or not dialects.of(connection).is_transient(error):
                 raise
             time.sleep(random.uniform(0.005, 0.03))
