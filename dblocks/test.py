@@ -7,9 +7,11 @@ without waiting, :func:`clear_locks` empties a backend between tests.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from django.utils.asyncio import async_unsafe
 
 from . import clock, validation
 from .conf import DEFAULT_ALIAS, backends
@@ -17,11 +19,21 @@ from .distributed_locks import distributed_lock
 from .holding import owners
 from .holding.registry import registry
 from .holding.renewal import scheduler
-from .lease_blocks import sync_only
+from .lease_blocks import LeaseBlock
 from .locks import Lock
 from .validation import UNSET
+from .waiting.threads import call_in_thread
 
-__all__ = ["amove_clock", "clear_locks", "hold_elsewhere", "move_clock"]
+__all__ = [
+    "aclear_locks",
+    "amove_clock",
+    "clear_locks",
+    "hold_elsewhere",
+    "move_clock",
+]
+
+FARTHEST = 100 * 365.25 * 86400.0
+"""Seconds by which the clock may be moved at a time: databases count no longer back."""
 
 
 class hold_elsewhere:
@@ -69,13 +81,13 @@ class hold_elsewhere:
         self._owner = owners.Owner("held elsewhere")
         self._leases: list[Any] = []
 
-    @sync_only
+    @async_unsafe("Inside a running event loop write: async with hold_elsewhere(...).")
     def __enter__(self) -> Any:
         lease = self._lock._acquire_for(self._owner)
         self._leases.append(lease)
         return lease
 
-    @sync_only
+    @async_unsafe("Inside a running event loop write: async with hold_elsewhere(...).")
     def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
@@ -86,12 +98,20 @@ class hold_elsewhere:
                 raise
 
     async def __aenter__(self) -> Any:
-        return await sync_to_async(self.__enter__)()
+        lease = await call_in_thread(
+            backends[self._lock.backend],
+            partial(self._lock._acquire_for, self._owner),
+            LeaseBlock._undo,
+        )
+        self._leases.append(lease)
+        return lease
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        await sync_to_async(self.__exit__)(*exc_info)
+        leave = partial(self.__exit__, *exc_info)
+        await call_in_thread(backends[self._lock.backend], leave)
 
 
+@async_unsafe("Inside a running event loop write: await amove_clock().")
 def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> None:
     """Let time pass for the locks, without waiting. ::
 
@@ -108,13 +128,16 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
     test database, or the ``KEY_PREFIX`` in Redis, find their leases shortened.
 
     Args:
-        seconds: How much time, in seconds or as a ``timedelta``; never negative.
+        seconds: How much time, in seconds or as a ``timedelta``; never negative, and at
+            most 100 years.
         backend: The alias of the backend: a database, Redis or ``LocMemBackend``.
 
     Raises:
         NotImplementedError: The engine can't do this, like ZooKeeper.
     """
     by = validation.duration("seconds", seconds)
+    if by > FARTHEST:
+        raise ValueError(f"seconds must be at most 100 years, not {seconds!r}")
     # The rows first: a lease renewed in between is thought shorter than it is.
     backends[backend].move_clock(by)
     clock.advance(by)
@@ -130,6 +153,7 @@ async def amove_clock(
     await sync_to_async(move_clock)(seconds, backend=backend)
 
 
+@async_unsafe("Inside a running event loop write: await aclear_locks().")
 def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
     """Free all keys of a backend, held or cooling. Fencing tokens go on rising.
 
@@ -143,3 +167,8 @@ def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
         NotImplementedError: The engine can't do this, like ZooKeeper.
     """
     backends[backend].clear()
+
+
+async def aclear_locks(backend: str = DEFAULT_ALIAS) -> None:
+    """Async twin of :func:`clear_locks`."""
+    await sync_to_async(clear_locks)(backend)

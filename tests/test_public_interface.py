@@ -118,6 +118,7 @@ test.hold_elsewhere(*keys, permits=1, lease=SETTING, note='', backend='default')
 test.move_clock(seconds, *, backend='default')
 test.amove_clock(seconds, *, backend='default')
 test.clear_locks(backend='default')
+test.aclear_locks(backend='default')
 
 models.DistributedLock.lock_key
 models.DistributedLock.permit

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -29,9 +29,16 @@ from dblocks.backends.base import BaseBackend
 from dblocks.backends.database import own_connections
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from dblocks.test import amove_clock, clear_locks, hold_elsewhere, move_clock
-from tests.support.fixtures import OtherThread, outranks, wipe
+from dblocks.test import (
+    aclear_locks,
+    amove_clock,
+    clear_locks,
+    hold_elsewhere,
+    move_clock,
+)
+from tests.support.fixtures import OtherThread, fitting, outranks, wipe
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
+from tests.test_ownership import run
 from tests.testapp.models import Account
 
 Locks = Callable[..., Lock]
@@ -117,6 +124,74 @@ def test_held_elsewhere_in_async_code(backend: str, lock: Locks, key: str) -> No
             pass
 
     async_to_sync(main)()
+
+
+@pytest.mark.parametrize("where", ["entering", "leaving"])
+def test_held_elsewhere_in_a_cancelled_task(
+    backend: str,
+    key: str,
+    obtainable: Obtainable,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """A cancelled task gives the key back, wherever it is."""
+    holder = hold_elsewhere(key, backend=backend, **fitting(backend, {"lease": 60}))
+    kind = type(backends[backend])
+    try_acquire = kind.try_acquire
+    over = threading.Event()
+
+    async def enter() -> None:
+        async with holder:
+            pytest.fail("entered")
+
+    async def entering() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.create_task(enter())
+        task.add_done_callback(lambda task: over.set())
+
+        def try_when_cancelled(*arguments: Any) -> Any:
+            loop.call_soon_threadsafe(task.cancel)
+            over.wait(DEADLINE)
+            return try_acquire(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "try_acquire", try_when_cancelled)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    async def leaving() -> None:
+        await holder.__aenter__()
+        busy = asyncio.create_task(sync_to_async(over.wait)(DEADLINE))
+        # Its thread must be busy before the block is left.
+        await asyncio.sleep(0)
+        task = asyncio.create_task(holder.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        over.set()
+        await busy
+
+    run({"entering": entering, "leaving": leaving}[where]())
+    eventually(obtainable, within=DEADLINE, what="the key")
+
+
+@pytest.mark.needs("has_movable_clock")
+def test_sync_helpers_in_async_code(backend: str, key: str) -> None:
+    """They are refused, on every engine, with the name of what to use instead."""
+
+    def hold() -> None:
+        with hold_elsewhere(key, backend=backend):
+            pytest.fail("entered")
+
+    async def main() -> None:
+        for helper, twin in (
+            (hold, "async with hold_elsewhere"),
+            (lambda: move_clock(1, backend=backend), r"amove_clock\(\)"),
+            (lambda: clear_locks(backend), r"aclear_locks\(\)"),
+        ):
+            with pytest.raises(SynchronousOnlyOperation, match=twin):
+                helper()
+
+    run(main())
 
 
 @pytest.mark.usefixtures("locks_beside")
@@ -268,6 +343,14 @@ class TestMoveClock:
         with pytest.raises(ValueError, match="seconds"):
             move_clock(value)
 
+    @pytest.mark.parametrize("value", [1e10, timedelta(days=36_600), 10**400], ids=str)
+    def test_not_too_far(self, backend: str, acquire: Leases, value: Any) -> None:
+        """Nor is it moved by more than a century, which databases can't count."""
+        lease = acquire()
+        with pytest.raises(ValueError, match="seconds must be"):
+            move_clock(value, backend=backend)
+        assert lease.held
+
     def test_other_clocks(self, settings: Any) -> None:
         """The clock of an engine that is neither is refused, and so is clearing."""
         settings.DBLOCKS = {
@@ -315,6 +398,14 @@ def test_clear_locks(backend: str, acquire: Leases, lock: Locks, key: str) -> No
     with pytest.raises(LeaseLost) as caught:
         lease.renew()
     assert caught.value.reason in {"forced", "taken"}
+
+
+@pytest.mark.needs("has_cooling")
+def test_clear_locks_in_async_code(backend: str, acquire: Leases, lock: Locks) -> None:
+    """There is an async form."""
+    acquire()
+    run(aclear_locks(backend))
+    assert not lock().locked()
 
 
 def test_clear_locks_of_permits(backend: str, acquire: Leases, lock: Locks) -> None:
@@ -472,7 +563,7 @@ class TestLeftovers:
     """What a failed test leaves behind is no later test's affair."""
 
     @pytest.fixture
-    def left(self, committed: None, key: str) -> list[Lease]:
+    def left(self, committed: None, key: str) -> Iterator[list[Lease]]:
         """Return where the lease of the failed test stays referred to."""
         left: list[Lease] = []
 
@@ -483,7 +574,8 @@ class TestLeftovers:
             left.append(distributed_lock(key).acquire(timeout=0))
 
         run_case(fail)
-        return left
+        yield left
+        assert left[0].release() is False
 
     def test_lease(self, left: list[Lease]) -> None:
         """With the transaction that it was granted in, a lease is over."""
@@ -531,6 +623,7 @@ class TestLeftovers:
         unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
         assert result.wasSuccessful(), result.failures + result.errors
         assert not Case.lease.held
+        assert Case.lease.release() is False
 
     def test_emptied_table(self, committed: None, key: str) -> None:
         """Nor does a leftover of a table that was emptied end what comes after."""
