@@ -372,6 +372,9 @@ def update(
                 emit("inside", key=guarded.name)
                 time.sleep(chance.uniform(0, window))
                 before = time.monotonic()
+                if mode != "checked":
+                    # There, what matters is who is stopped after the check.
+                    emit("writing", key=guarded.name)
                 if mode == "guard":
                     with transaction.atomic():
                         write(balances)
@@ -428,7 +431,7 @@ def atomically(guarded: Guarded, pause: float, options: dict[str, Any]) -> None:
 
     timeout = options.get("timeout", 0)
     rest = {name: value for name, value in options.items() if name != "timeout"}
-    before = time.monotonic()
+    before, already = time.monotonic(), starved()
     try:
         with lock(guarded.key, atomic=True, timeout=timeout, **rest) as taken:
             tell_grant(taken, before, time.monotonic(), rest)
@@ -436,11 +439,13 @@ def atomically(guarded: Guarded, pause: float, options: dict[str, Any]) -> None:
             balances = guarded.read(taken)
             emit("inside", key=guarded.name)
             time.sleep(pause)
+            emit("writing", key=guarded.name)
             write(balances)
             before = time.monotonic()
         tell_write(taken, before)
     except LockTimeout:
-        emit("gave up", key=guarded.name, before=before, timeout=timeout)
+        told = {"before": before, "starved": starved() - already}
+        emit("gave up", key=guarded.name, timeout=timeout, **told)
 
 
 def serve(key: str, account: int, rounds: int, seed: int, locked: bool) -> None:
@@ -525,7 +530,9 @@ def wait(
     """Wait for a key, or several, take it, give it back."""
     connection.ensure_connection()
     emit("asks")
+    before = starved()
     with granted(key, timeout, **options):
+        emit("waited", starved=starved() - before)
         time.sleep(hold)
 
 

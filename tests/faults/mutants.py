@@ -14,13 +14,15 @@ from xml.etree import ElementTree
 from django.conf import settings
 from django.db import connection
 
+from tests.support.timing import scaled
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 SQLITE, MYSQL, POSTGRESQL = "sqlite", "mysql", "postgresql"
 ALL = (SQLITE, MYSQL, POSTGRESQL)
 SERVERS = (MYSQL, POSTGRESQL)
 #: Seconds after which a test of a mutant has failed.
-TIME_LIMIT = 60
+TIME_LIMIT = scaled(60.0)
 #: A mutant for which this fails proves nothing: it is broken for everybody.
 SMOKE = "tests/faults/test_mutants.py::test_locks_work"
 DJANGO_APPS = ("admin", "auth", "contenttypes", "sessions")
@@ -778,7 +780,8 @@ def survives(mutant: Mutant, folder: Path) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=3 * TIME_LIMIT,
+            # The control has many.
+            timeout=(2 + len(mutant.tests)) * TIME_LIMIT,
             check=False,
         )
     if result.returncode not in {0, 1}:

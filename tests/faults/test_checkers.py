@@ -12,7 +12,7 @@ from django.db.models import F, QuerySet
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.faults import clocks
+from tests.faults import clocks, nemesis
 from tests.faults.crew import Crew, Member, Pause
 from tests.faults.history import check, lost_updates
 from tests.faults.kinds import Asked, grants_in, row_of
@@ -240,3 +240,56 @@ def test_clocks_that_cant_be_wrong(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(clocks, "FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match="faketime"):
         clocks.faketime(FAKETIME="+1d")
+
+
+class Puppet(Member):
+    """A process that is only told of."""
+
+    def stop(self) -> None:
+        self.told += self.then
+
+    def resume(self) -> None:
+        pass
+
+    then: list[dict[str, Any]] = []
+
+
+class Puppets(Crew):
+    """A crew of one, of which one thing is told, and then another."""
+
+    def __init__(self, *news: dict[str, Any]) -> None:
+        self.puppet = Puppet(self, 1)
+        self.puppet.ended = True
+        self.puppet.told = [{"event": "born", "key": "k"}]
+        self._news = list(news)
+
+    def take_in(self, wait: float = 0.0) -> list[dict[str, Any]]:
+        news = self._news[:1]
+        del self._news[:1]
+        self.puppet.told += [told for told in news if told["who"] == 1]
+        return news
+
+    def finish(self, members: Any, within: float = 0.0) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("then", "token", "pauses"),
+    [([], 8, 1), ([], 7, 0), ([{"event": "writing"}], 8, 0)],
+    ids=["written by another", "written by itself", "met while it was writing"],
+)
+def test_pauses_that_count(
+    monkeypatch: pytest.MonkeyPatch, then: Any, token: int, pauses: int
+) -> None:
+    """A pause proves something if others write in it, and the stopped one did not."""
+    monkeypatch.setattr(nemesis, "PATIENCE", 0.1)
+    about = {"key": "k", "permit": 0}
+    crew = Puppets(
+        {"event": "grant", "who": 1, **about, "token": 7},
+        {"event": "inside", "who": 1, "key": "k"},
+        {"event": "write", "who": 2, **about, "token": token},
+    )
+    crew.puppet.then = then
+    tried = nemesis.Nemesis(crew, [crew.puppet], lease=0.0)
+    tried.pause(1, [1.0], within=0.3)
+    assert tried.pauses == pauses

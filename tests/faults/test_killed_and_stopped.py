@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -15,12 +12,13 @@ import pytest
 
 from dblocks import distributed_lock
 from dblocks.models import DistributedLock
-from tests.faults.crew import Crew, Member
+from tests.faults.crew import Crew
 from tests.faults.history import lost_updates, row_name, verify
 from tests.faults.kinds import KINDS, Asked, grants_in, kinds, row_of
+from tests.faults.nemesis import Nemesis
 from tests.faults.scale import FULL, POLL, SEED, counts, pick
 from tests.support.factories import AccountFactory, stored
-from tests.support.timing import DEADLINE, SLACK, eventually
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, starved
 from tests.testapp.models import Account
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -161,7 +159,10 @@ def hand_off(crew: Crew, key: str, kind: str, victim: int | None) -> float:
     if kind != "set":
         # What was taken of a set that did not become complete has raised it as well.
         assert sum(row.version for row in left) == before + len(rest)
-    return min(grant["after"] for grant in granted) - released
+    first = min(granted, key=lambda grant: grant["after"])
+    without = next(w.expect("waited") for w in rest if w.who == first["who"])
+    # A busy machine may let the next one wait for a processor.
+    return max(0.0, first["after"] - released - pick(without["starved"], 0.0))
 
 
 @kinds
@@ -181,48 +182,6 @@ def test_killed_waiters(crew: Crew, key: str, kind: str, figures: Figures) -> No
     assert median(delays) <= 2 * median(undisturbed) + (0.02 if FULL else 0.2)
     verify(crew.history())
     assert not crew.errors()
-
-
-class Nemesis:
-    """Stops processes just when they have read and not yet written."""
-
-    def __init__(self, crew: Crew, members: list[Member], lease: float) -> None:
-        self._crew = crew
-        self._by_who = {member.who: member for member in members}
-        self._lease = lease
-        self._chance = random.Random(SEED)
-        self._stopped: dict[int, float] = {}
-        self.pauses = 0
-
-    def pause(self, number: int, lengths: list[float], within: float) -> None:
-        """Stop processes so many times, each for a number of leases.
-
-        Whoever had written by the time it stood doesn't count: on a busy machine that
-        may be each of them.
-        """
-        until = time.monotonic() + within
-        while (self.pauses < number or self._stopped) and time.monotonic() < until:
-            for told in self._crew.take_in(wait=0.02):
-                enough = self.pauses + len(self._stopped) >= number
-                if told["event"] != "inside" or enough:
-                    continue
-                busy = {self._by_who[who].told[0]["key"] for who in self._stopped}
-                if told["key"] not in busy and told["who"] not in self._stopped:
-                    self._by_who[told["who"]].stop()
-                    length = self._lease * self._chance.choice(lengths)
-                    self._stopped[told["who"]] = time.monotonic() + length
-            for who, end in list(self._stopped.items()):
-                if time.monotonic() >= end:
-                    member = self._by_who[who]
-                    self.pauses += member.told[-1]["event"] == "inside"
-                    member.resume()
-                    del self._stopped[who]
-        for who in self._stopped:
-            self._by_who[who].resume()
-        for member in self._by_who.values():
-            if not member.ended:
-                os.kill(member.pid, signal.SIGTERM)
-        self._crew.finish(self._by_who.values(), within=4 * DEADLINE)
 
 
 def pause_updaters(
@@ -256,7 +215,8 @@ def pause_updaters(
                     "mode": mode,
                     "until": time.monotonic() + counts(60.0, 3600.0),
                     "seed": SEED + len(table),
-                    "window": 0.05,
+                    # Time enough to be stopped in, on a busy machine too.
+                    "window": pick(0.2, 0.05),
                     "lease": lease,
                     "timeout": 1.0,
                 }
@@ -267,7 +227,7 @@ def pause_updaters(
     for member, name in zip(members, first, strict=True):
         member.told[0]["key"] = name
     nemesis = Nemesis(crew, members, lease)
-    nemesis.pause(pauses, lengths, within=counts(30.0, 3000.0))
+    nemesis.pause(pauses, lengths, within=counts(scaled(30.0), 3000.0))
     history = crew.history()
     final = {
         name: Account.objects.get(pk=account.pk).balance
@@ -281,7 +241,7 @@ def pause_updaters(
         "refused": sum(told["event"] == "refused" for told in crew.told()),
     }
     waits = [
-        told["at"] - told["before"] - told["timeout"]
+        told["at"] - told["before"] - told["timeout"] - pick(told["starved"], 0.0)
         for member in members
         for told in member.told
         if told["event"] == "gave up"
@@ -372,11 +332,12 @@ def stop_after_the_guard(crew: Crew, asked: Asked) -> list[float]:
         try:
             # One begins before the lease is over, the other after it.
             for number in range(2):
-                began = time.monotonic()
+                began, before = time.monotonic(), starved()
                 lock = asked.each[-1 - number % len(asked.keys)].lock()
                 assert lock.try_acquire(timeout=timeout) is None
-                late.append(time.monotonic() - began - timeout)
-                assert late[-1] >= 0
+                took = time.monotonic() - began
+                assert took >= timeout
+                late.append(took - timeout - pick(starved() - before, 0.0))
             assert holder.saw("committed") is None
         finally:
             holder.resume()
