@@ -645,6 +645,12 @@ def test_nothing_ticked(operator: Client) -> None:
     assert "Items must be selected" in told(operator.get(act(operator).url))[0]
 
 
+def test_no_key_ticked(operator: Client) -> None:
+    """A made-up checkbox whose value can't be a key breaks nothing."""
+    LockFactory(held=True)
+    assert "Items must be selected" in told(operator.get(act(operator, "a%00").url))[0]
+
+
 def test_free_locks_ticked(operator: Client) -> None:
     """The action on free locks alone says so; among others they are named."""
     LockFactory(key="a")

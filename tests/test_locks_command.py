@@ -820,6 +820,22 @@ def test_release_asks(
     assert DistributedLock.objects.held().filter(pk="k").exists() == (status == 1)
 
 
+@pytest.mark.parametrize("lost", ["closed before", "closed since", "no text"])
+def test_release_without_an_answer(
+    run: Run, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Where nobody can answer, or not in words, nothing is confirmed."""
+    LockFactory(held=True, key="k")
+    stdin = TextIOWrapper(BytesIO(b"\xff\n"), encoding="utf-8")
+    if lost == "closed since":
+        stdin.close()
+    monkeypatch.setattr("sys.stdin", None if lost == "closed before" else stdin)
+    status, out, err = run("release", "k")
+    assert (status, out) == (1, "")
+    assert "not confirmed: nothing was released" in err
+    assert stored("k").version == 1
+
+
 def test_release_of_what_was_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that changes hands while the question stands is left alone."""
     LockFactory(held=True, key="k")
@@ -1135,6 +1151,8 @@ USAGE: dict[str, tuple[list[str], str]] = {
         "--holder must not be blank",
     ),
     "blank holder to ask": (["release", "--holder", " ", "--ask"], "--holder must not"),
+    "no text": (["list", "--key", "\udcff*"], "--key must not be holding a lone"),
+    "no text to release": (["release", "--holder", "\udcff", "--yes"], "--holder must"),
     "blank pattern": (["release", "--key", " ", "--yes"], "--key must not be blank"),
     "one is blank": (["release", "--key", "", "--holder", "h", "--yes"], "--key must"),
     "blank holder to list": (["list", "--holder", ""], "--holder must not be blank"),
@@ -1579,6 +1597,14 @@ def test_user_without_a_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     LockFactory(held=True, key="k")
     assert run("release", "k", "--yes")[0] == 0
     assert Intervention.objects.get(key="k").by == "unknown"
+
+
+def test_user_whose_name_is_no_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name may be whatever bytes the environment has."""
+    monkeypatch.setattr(locks.getpass, "getuser", lambda: "caf\udce9")
+    LockFactory(held=True, key="k")
+    assert run("release", "k", "--yes")[0] == 0
+    assert Intervention.objects.get(key="k").by == r"caf\udce9"
 
 
 @pytest.mark.parametrize(

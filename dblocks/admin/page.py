@@ -123,8 +123,8 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     def response_action(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         post: Any = request.POST.copy()
-        ticked = post.getlist(ACTION_CHECKBOX_NAME)
-        post.setlist(ACTION_CHECKBOX_NAME, [unquote(key) for key in ticked])
+        ticked = [unquote(key) for key in post.getlist(ACTION_CHECKBOX_NAME)]
+        post.setlist(ACTION_CHECKBOX_NAME, [key for key in ticked if "\0" not in key])
         request.POST = post
         return super().response_action(request, *args, **kwargs)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from .. import validation
 from ..permits import in_order
 from .rendering import EXPIRED, FREE, HELD, AnyLock, held_for
 
@@ -34,9 +36,12 @@ class Selection:
     holder: str | None = None
 
     def __post_init__(self) -> None:
-        # A variable that a script forgot to set, perhaps.
         for option, text in (("--key", self.pattern), ("--holder", self.holder)):
-            if text is not None and not text.strip():
+            if text is None:
+                continue
+            validation.text(option, text, sys.maxsize)
+            # A variable that a script forgot to set, perhaps.
+            if not text.strip():
                 raise ValueError(f"{option} must not be blank: {text!r}")
 
     @property

@@ -346,7 +346,8 @@ exit status:
         self.stderr.write("\n".join(lines), style_func=str, ending="")
         try:
             answer = input() if self.standard_error.flush() else ""
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, RuntimeError, ValueError):
+            # Also without a standard input, and if it has something else than text.
             answer = ""
             self.stderr.write("")
         if answer.strip().lower() not in agreed:
@@ -383,6 +384,6 @@ exit status:
 def _user() -> str:
     """Return the name of the system's user."""
     try:
-        return getpass.getuser()
+        return visible(getpass.getuser())
     except (KeyError, OSError, ImportError):  # the number has no name
         return "unknown"
