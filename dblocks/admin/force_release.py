@@ -336,8 +336,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         else:
             kinds = Intervention.Kind
             kind = kinds.REQUEST if "ask" in request.POST else kinds.FORCE_RELEASE
-            reason, outcome = form.cleaned_data["reason"], ""
+            outcome = ""
             for lock in locks:
+                reason = form.cleaned_data["reason"]
                 # Each one would wait for the other writer again.
                 if outcome != "locked":
                     outcome = self._act(request, lock, kind, reason)
