@@ -561,12 +561,15 @@ def test_signal_between_grant_and_start(
 def test_lock_is_kept_for_grandchildren(commands: Commands, key: str) -> None:
     """The lock is released when the last process of the group has ended."""
     file = commands.file()
-    script = "(echo $(exec sh -c 'echo $PPID') >> {file}; sleep 1.2) & exit 5"
-    with takes(at_least=1.2):
-        process = commands.start("run_locked", key, *shell(script, file))
-        commands.pids(file)
-        always(distributed_lock(key).locked, during=0.4)
-        assert finish(process)[0] == 5
+    goes_on = "while [ -e {file} ]; do sleep 0.1; done"
+    script = f"(echo $(exec sh -c 'echo $PPID') >> {{file}}; {goes_on}) & exit 5"
+    process = commands.start("run_locked", key, *shell(script, file))
+    commands.pids(file)
+    always(
+        lambda: distributed_lock(key).locked() and process.poll() is None, during=0.4
+    )
+    file.unlink()
+    assert finish(process)[0] == 5
     assert not distributed_lock(key).locked()
 
 
