@@ -59,7 +59,8 @@ def transaction_lock(
 
     Args:
         keys: As for :func:`distributed_lock`. The rows of several keys are locked in
-            one statement, in sorted order, and come as a mapping from key to row.
+            sorted order, in one statement (on MySQL and MariaDB, one by one in a
+            transaction that is open already), and come as a mapping from key to row.
         timeout: How long to wait, in seconds or as a ``timedelta``; fractions count.
             ``None`` waits forever. Default: the setting ``TIMEOUT``, 3 s. Not with
             ``nowait`` or ``skip_locked``.

@@ -158,6 +158,19 @@ def test_versions_are_the_same_everywhere() -> None:
     assert versions(DOCS / "deployment.md") == versions(README)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [dblocks.LockTimeout("key", timeout=1), dblocks.LeaseLost("key", reason="taken")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_errors_say_is_documented(error: dblocks.LockError) -> None:
+    """The page about locks names what each of them has."""
+    start = f"`{type(error).__name__}` has "
+    lines = (DOCS / "locks.md").read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in lines if line.startswith(start)]
+    assert vars(error).keys() <= set(re.findall(r"`(\w+)`", line))
+
+
 def public() -> dict[str, Any]:
     """Return what the reference documents: functions, classes and their methods."""
     found: dict[str, Any] = {}
