@@ -14,8 +14,8 @@ Reports = Mapping[str, ServerReport]
 
 METHOD = (
     "`python -m benchmarks` writes this page.\n"
-    "It starts private servers with their own default durability, and measures "
-    "everything in one run.\n"
+    "It starts private servers with their own default durability (Redis with its "
+    "append-only file switched on), and measures everything in one run.\n"
     "Contenders take turns, in changing order.\n"
     "Where a figure was measured several times, by processes of their own, it is the "
     "median, and the least and the greatest follow in brackets.\n"
