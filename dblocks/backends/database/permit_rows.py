@@ -34,24 +34,26 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
         seen = table.read_all(connection, keys)
         mine = owned(seen, request.owner)
         free = [key for key in in_turn if key not in seen or seen[key].remaining <= 0]
-        if mine is None and not free:
+        watched = keys if mine is None else [mine]
+        if mine is not None:
+            one = replace(request, key=mine, permits=1)
+            answer = table.join(connection, one, seen[mine])
+        elif free:
+            # All who present the owner's id begin with the same one, where the second
+            # finds that the owner has it.
+            answer = take_one(connection, request, free[0])
+            if attempt and isinstance(answer, Reading):
+                answer = _take_another(connection, request, free[1:], seen)
+        else:
             break
-        # All who present the owner's id begin with the same one, where the second finds
-        # that the owner has it.
-        key = mine or free[0]
-        granted = take_one(connection, request, key)
-        if isinstance(granted, Reading) and owned({key: granted}, request.owner):
-            # It is the owner's, but a transaction has its row locked.
-            return first_free({key: granted}, [key])
-        if isinstance(granted, Reading) and mine is None and attempt:
-            # Not for an instant, as while a co-owner takes it: a transaction has it
+        if isinstance(answer, Granted):
+            if is_only(connection, request, answer):
+                return answer
+        elif attempt:
+            # Not for an instant, as while a co-owner writes it: a transaction has it
             # locked, or others queue for the lock.
-            granted = _take_another(connection, request, free[1:], seen)
-            if isinstance(granted, Reading):
-                break
-        if isinstance(granted, Granted) and is_only(connection, request, granted):
-            return granted
-    return first_free(seen, keys)
+            break
+    return first_free(seen, watched)
 
 
 def _take_another(

@@ -23,15 +23,7 @@ from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
-from .execution import (
-    Values,
-    changes,
-    execute,
-    fetch,
-    inserted,
-    new_version,
-    write,
-)
+from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
 T = TypeVar("T")
@@ -125,8 +117,7 @@ def granting(
     values = _terms(request)
     if not queued:
         # Those who wait for a permit queue for the lock's own key.
-        key, _ = apart(request.key)
-        values["gate"] = dialect.session_lock_name(connection, key)
+        values["gate"] = dialect.session_lock_name(connection, apart(request.key)[0])
     make = getattr(statements.of(dialect), name)
     how = bool(request.hold_at_least), request.max_hold < FOREVER
     return make(*size, queued, *how), values
@@ -152,6 +143,11 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
     seen = _acquire(connection, request)
     if isinstance(seen, Grant):
         return Granted(seen, request.max_hold)
+    return join(connection, request, seen)
+
+
+def join(connection: Connection, request: Request, seen: Reading) -> Granted | Reading:
+    """Count one more hold of the request's explicit owner, if that has the key."""
     if seen.owner != request.owner or seen.remaining <= 0:
         return seen
     grant = Grant(request.key, request.owner, seen.version)
