@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from inspect import isabstract
 from typing import Any
 
 from django.apps import apps
@@ -42,6 +43,25 @@ def telemetry_keys() -> tuple[str, ...]:
     return tuple(given)
 
 
+def _engine(alias: str, path: object) -> type[BaseBackend]:
+    """Import the engine of an alias."""
+    try:
+        if not isinstance(path, str) or path.startswith("."):
+            raise ImportError("write its dotted path, as a str")
+        kind = import_string(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: could not import the backend {path!r}: {error}"
+        ) from error
+    is_one = isinstance(kind, type) and issubclass(kind, BaseBackend)
+    if not is_one or isabstract(kind):
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: {path!r} is no backend of locks."
+        )
+    engine: type[BaseBackend] = kind
+    return engine
+
+
 class Backends:
     """The backends of the process, one object for each alias, made when first used."""
 
@@ -55,9 +75,9 @@ class Backends:
         What is wrong is said there, and by a system check.
         """
         with suppress(ImproperlyConfigured):
-            for config in self.settings.values():
-                with suppress(ImportError, AttributeError, ImproperlyConfigured):
-                    import_string(config["BACKEND"])
+            for alias, config in self.settings.items():
+                with suppress(ImproperlyConfigured):
+                    _engine(alias, config["BACKEND"])
 
     def forget(self) -> None:
         """Make all backends anew at their next use."""
@@ -71,7 +91,8 @@ class Backends:
             raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
         merged = {DEFAULT_ALIAS: DEFAULTS}
         for alias, config in given.items():
-            if alias in DEFAULTS or not isinstance(config, Mapping):
+            is_alias = isinstance(alias, str) and alias not in DEFAULTS
+            if not is_alias or not isinstance(config, Mapping):
                 entry = {alias: config} if alias in DEFAULTS else {"LEASE": 30}
                 raise ImproperlyConfigured(
                     f"DBLOCKS maps aliases to dicts, and has {alias!r}: {config!r}. "
@@ -104,17 +125,7 @@ class Backends:
 
     def _make(self, alias: str) -> BaseBackend:
         config = self._config(alias)
-        path = config["BACKEND"]
-        try:
-            kind = import_string(path)
-        except (ImportError, AttributeError) as error:
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}]: could not import the backend {path!r}: {error}"
-            ) from error
-        if not isinstance(kind, type) or not issubclass(kind, BaseBackend):
-            raise ImproperlyConfigured(
-                f"DBLOCKS[{alias!r}]: {path!r} is no backend of locks."
-            )
+        kind = _engine(alias, config["BACKEND"])
         if kind.has_table and apps.ready and not apps.is_installed(__package__):
             raise ImproperlyConfigured(
                 "The project has no lock table: add 'dblocks' to INSTALLED_APPS, and "

@@ -202,7 +202,7 @@ def lease(value: object, name: str = "lease") -> float:
 
 def timeout(value: object, name: str = "timeout") -> float | None:
     """Return how long to wait; ``None`` is for ever."""
-    if value == math.inf:
+    if isinstance(value, float) and value == math.inf:
         raise ValueError(f"{name} must be finite, not {value!r}: None waits for ever")
     return None if value is None else duration(name, value)
 

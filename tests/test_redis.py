@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import threading
 import time
@@ -531,6 +532,8 @@ def test_version_of_the_future(here: Any, key: str, verb: str) -> None:
         ({"LOCATION": "redis://:s3[cret@localhost"}, "percent-encoded"),
         ({"LOCATION": "redis://a", "OPTIONS": {"colour": 1}}, "colour"),
         ({"LOCATION": "redis://a", "OPTIONS": {"retry": 1}}, "retry can't be set"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"protocol": 4}}, "protocol"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"protocol": math.inf}}, "OPTIONS"),
         ({"LOCATION": "redis://a?decode_responses=1"}, "decode_responses can't"),
         ({"LOCATION": "redis://a", "OPTIONS": {"sentinels": ["a:1"]}}, "OPTIONS"),
         ({"LOCATION": "redis://a", "KEY_PREFIX": "{a}"}, "KEY_PREFIX"),

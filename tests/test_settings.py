@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -168,6 +169,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "a list": ([{"BACKEND": DATABASE}], "DBLOCKS"),
     "entry": ({"default": None}, "default"),
     "entry of a string": ({"default": DATABASE}, "default"),
+    "alias of None": ({None: {}}, "None"),
+    "alias of bytes": ({b"default": {}}, "b'default'"),
     "unknown name": ({"default": {"LEASES": 5}}, "LEASES"),
     "lower case": ({"default": {"lease": 5}}, "lease"),
     "unknown option": ({"default": {"OPTIONS": {"database": "x"}}}, "database"),
@@ -177,7 +180,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "no module": ({"default": {"BACKEND": "no.such.Backend"}}, "no.such.Backend"),
     "no class": ({"default": {"BACKEND": "dblocks.backends.Nothing"}}, "Nothing"),
     "no path": ({"default": {"BACKEND": "redis"}}, "redis"),
+    "path that ends": ({"default": {"BACKEND": "."}}, "'.'"),
+    "relative path": ({"default": {"BACKEND": "..locmem"}}, "'..locmem'"),
+    "path of bytes": ({"default": {"BACKEND": DATABASE.encode()}}, "b'dblocks"),
     "class": ({"default": {"BACKEND": object}}, "object"),
+    "abstract class": (
+        {"default": {"BACKEND": "dblocks.backends.base.BaseBackend"}},
+        "BaseBackend",
+    ),
     "no backend": ({"default": {"BACKEND": "datetime.datetime"}}, "datetime"),
     "function": ({"default": {"BACKEND": "dblocks.distributed_lock"}}, "distributed"),
     "lease of a string": ({"default": {"LEASE": "30"}}, "LEASE"),
@@ -186,6 +196,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "long lease": ({"default": {"LEASE": 366 * 86400 + 1}}, "LEASE"),
     "timeout of a string": ({"default": {"TIMEOUT": "3"}}, "TIMEOUT"),
     "negative timeout": ({"default": {"TIMEOUT": -1}}, "TIMEOUT"),
+    "timeout of no number": ({"default": {"TIMEOUT": Decimal("sNaN")}}, "TIMEOUT"),
     "endless timeout": ({"default": {"TIMEOUT": float("inf")}}, "TIMEOUT"),
 }
 
@@ -197,6 +208,13 @@ def test_bad_setting(settings: Any, key: str, value: Any, word: str) -> None:
     with pytest.raises(ImproperlyConfigured) as caught:
         distributed_lock(key).acquire(timeout=0)
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [value for value, _ in BAD.values()], ids=BAD)
+def test_bad_setting_at_the_start(settings: Any, value: Any) -> None:
+    """No project fails to start by it: a system check says what is wrong."""
+    settings.DBLOCKS = value
+    backends.load()
 
 
 # Which database

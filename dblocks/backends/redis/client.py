@@ -88,7 +88,7 @@ class Client:
             self._pool = _pool(location, dict(options))
             # Unknown options show when the first connection is made.
             self._pool.connection_class(**self._pool.connection_kwargs)
-        except (TypeError, ValueError) as error:
+        except (ArithmeticError, TypeError, ValueError, RedisError) as error:
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
             ) from error
