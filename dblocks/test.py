@@ -107,8 +107,9 @@ class hold_elsewhere:
         return lease
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        leave = partial(self.__exit__, *exc_info)
-        await call_in_thread(backends[self._lock.backend], leave)
+        # Not by its alias: the block may have replaced the setting.
+        backend = self._leases[-1]._backend
+        await call_in_thread(backend, partial(self.__exit__, *exc_info))
 
 
 @async_unsafe("Inside a running event loop write: await amove_clock().")

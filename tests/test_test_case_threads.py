@@ -103,3 +103,39 @@ def test_wait(key: str) -> None:
 
     with distributed_lock(key, timeout=0):
         assert outcome(in_a_thread(wait), 1.5) == key
+
+
+@pytest.mark.parametrize("timeout", [0, 0.5])
+def test_settings_that_are_replaced(key: str, settings: Any, timeout: float) -> None:
+    """Nor does a thread hang because the test has replaced the setting meanwhile."""
+
+    def attempt() -> bool:
+        lease = distributed_lock(key).try_acquire(timeout=timeout)
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+    with distributed_lock(key, timeout=0) as lease:
+        settings.DBLOCKS = {"default": {"LEASE": 20}}
+        assert outcome(in_a_thread(attempt), 1 + timeout) is False
+        assert lease.held
+
+
+def test_settings_that_are_replaced_during_a_wait(key: str, settings: Any) -> None:
+    """Not even if it waits already, and the test takes the key then."""
+    waiting = threading.Event()
+
+    def wait() -> bool:
+        waiting.set()
+        lease = distributed_lock(key).try_acquire(timeout=1)
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+    with hold_elsewhere(key) as theirs:
+        found = in_a_thread(wait)
+        assert waiting.wait(SLACK)
+        settings.DBLOCKS = {"default": {"LEASE": 20}}
+        theirs.release()
+        with distributed_lock(key, timeout=0):
+            assert outcome(found, 2) is False

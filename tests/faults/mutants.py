@@ -545,7 +545,7 @@ MUTANTS = [
     Mutant(
         "a thread waits for the rows of a test's transaction",
         "backends/database/backend.py",
-        "        return bool(self._of_tests) and any(",
+        "        return bool(_of_tests) and any(",
         "        return False and any(",
         ("tests/test_test_case_threads.py::test_try_for_what_was_released",),
         quick=POSTGRESQL,

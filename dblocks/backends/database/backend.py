@@ -48,6 +48,13 @@ from .own_connections import short_waits
 T = TypeVar("T")
 
 
+_of_tests: dict[tuple[str, str], tuple[Connection, object]] = {}
+"""Databases and keys that tests have asked for: their connection and outermost block.
+
+Not a backend's, because a test may replace the setting, and with it all backends.
+"""
+
+
 class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     """Locks as rows of a table: one row per key, one conditional ``UPDATE`` per verb.
 
@@ -76,8 +83,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         self._owed: dict[
             Grant, tuple[object, Renewal, Callable[[Renewed], object]]
         ] = {}
-        #: Keys that tests have asked for, with their connection and ``atomic`` block.
-        self._of_tests: dict[str, tuple[Connection, object]] = {}
 
     @property
     def using(self) -> str:
@@ -280,7 +285,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def _note_test(self, own: Connection, keys: Sequence[str]) -> None:
         if transactions.in_test_case(own):
             place = own, own.atomic_blocks[0]
-            self._of_tests |= dict.fromkeys(keys, place)
+            _of_tests.update(dict.fromkeys([(own.alias, key) for key in keys], place))
 
     def _are_a_tests(self, own: Connection, keys: Sequence[str]) -> bool:
         """Tell whether a row may be in the transaction of another thread's test.
@@ -295,17 +300,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         transactions.transaction_is_open()
         for key in keys:
             transactions.refuse_own_row_lock(own.alias, key, certain=True)
-        return bool(self._of_tests) and any(self._is_a_tests(own, key) for key in keys)
-
-    def _is_a_tests(self, own: Connection, key: str) -> bool:
-        if key not in self._of_tests:
-            return False
-        connection, block = self._of_tests[key]
-        blocks = connection.atomic_blocks
-        if blocks and blocks[0] is block:
-            return connection is not own
-        self._of_tests.pop(key, None)
-        return False
+        return bool(_of_tests) and any(_is_a_tests(own, key) for key in keys)
 
     def _catch_up(self, connection: Connection) -> None:
         """Make the renewals owed on a test's connection: nobody else sees its rows."""
@@ -324,6 +319,18 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             key, permit = apart(row)
             locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
+
+
+def _is_a_tests(own: Connection, key: str) -> bool:
+    place = _of_tests.get((own.alias, key))
+    if place is None:
+        return False
+    connection, block = place
+    blocks = connection.atomic_blocks
+    if blocks and blocks[0] is block:
+        return connection is not own
+    _of_tests.pop((own.alias, key), None)
+    return False
 
 
 def _see_while_busy(own: Connection, keys: Sequence[str]) -> Reading:
