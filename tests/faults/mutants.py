@@ -592,8 +592,9 @@ MUTANTS = [
     Mutant(
         "a lost hold of an owner is still counted",
         HOLDS,
-        "                registry.forfeit(self.backend, self.grant, self.written)\n",
-        "                pass\n",
+        "                registry.forfeit(self.backend, self.grant, self.written)\n"
+        "            registry.discard(self)\n",
+        "                pass\n            registry.discard(self)\n",
         (
             "tests/test_explicit_owners.py"
             "::test_taken_again_in_the_margin[default-before-the same thread]",
