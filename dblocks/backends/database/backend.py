@@ -284,8 +284,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     def _note_test(self, own: Connection, keys: Sequence[str]) -> None:
         if transactions.in_test_case(own):
-            place = own, own.atomic_blocks[0]
-            _of_tests.update(dict.fromkeys([(own.alias, key) for key in keys], place))
+            for key in keys:
+                _of_tests[own.alias, key] = own, own.atomic_blocks[0]
 
     def _are_a_tests(self, own: Connection, keys: Sequence[str]) -> bool:
         """Tell whether a row may be in the transaction of another thread's test.
