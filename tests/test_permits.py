@@ -322,12 +322,12 @@ def test_newcomer_yields_to_the_queue(
 ) -> None:
     """Whoever has no permit yet lets the first of the key's queue have a free one."""
     engine: Any = backends[backend]
-    holders = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
-    mine = export(2, owner="a").acquire(timeout=0)
     request = Request(key, "first", 30.0, permits=2)
     gate = engine.gate(request)
     if gate is None:
         pytest.skip("there is no queue here that other processes see")
+    holders = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    mine = export(2, owner="a").acquire(timeout=0)
     gate.enter(DEADLINE)
     assert gate.held
     try:
