@@ -13,7 +13,7 @@ from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
 from . import clock, interventions, transaction_locks, validation
-from .backends.database import dialects, session_locks, table
+from .backends.database import dialects, session_locks, table, transactions
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
 from .backends.values import PINNED_GRACE, Grant, Reading, Renewal, Request, Waiters
@@ -122,7 +122,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         )
         patience = clock.monotonic() + PINNED_GRACE
         while True:
-            answer = table.take(connections[self.db], request)
+            answer = table.take(transactions.unpinned(self.db), request)
             if not isinstance(answer, Reading):
                 names = list(answer.grant._fields)
                 row: DistributedLock
@@ -150,7 +150,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         row_key = validation.key_of_row(key, permit)
         grant = Grant(row_key, validation.owner(owner), validation.version(version))
         renewal = Renewal(grant, validation.lease(lease))
-        renewed = table.renew(connections[self.db], [renewal], wait=True)
+        renewed = table.renew(transactions.unpinned(self.db), [renewal], wait=True)
         return grant in renewed.extended
 
     def release(
@@ -166,7 +166,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         self._for_write = True
         row_key = validation.key_of_row(key, permit)
         grant = Grant(row_key, validation.owner(owner), validation.version(version))
-        return table.release(connections[self.db], grant)
+        return table.release(transactions.unpinned(self.db), grant)
 
     def force_release(
         self,

@@ -387,6 +387,30 @@ def test_release_that_others_keep_off(
     assert not lock().locked()
 
 
+@pytest.mark.parametrize("about", [1213, {"no": "code"}], ids=["code", "dict"])
+def test_interrupt_that_looks_like_an_error(
+    acquire: Leases, lock: Locks, key: str, about: object
+) -> None:
+    """A hold whose release was carried out before an interrupt is subtracted once."""
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(execute: Any, sql: str, *terms: Any) -> Any:
+        result = execute(sql, *terms)
+        if TABLE in sql and "UPDATE" in sql:
+            raise Interrupt(about)
+        return result
+
+    assert DistributedLock.objects.acquire(key, owner="me", lease=60)
+    lease = acquire(owner="me", lease=60)
+    with connection.execute_wrapper(interrupt), pytest.raises(Interrupt):
+        lease.release()
+    assert stored(key).hold_count == 1
+    assert lock(owner="me").acquire(timeout=0).release() is True
+    assert stored(key).hold_count == 1
+
+
 def test_passing_error_in_release(
     acquire: Leases, key: str, passing_error: Exception
 ) -> None:

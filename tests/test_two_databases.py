@@ -158,9 +158,26 @@ def release(lock: Lock, lease: Lease) -> None:
     lease.release()
 
 
+def use_the_manager(lock: Lock, lease: Lease) -> None:
+    """Take another key, renew and release, by the manager's verbs."""
+    key, owner, version = lease.key, lease._hold.grant.owner, lease.fencing_token
+    assert version is not None
+    assert locks.renew(key, owner=owner, version=version, lease=60)
+    assert locks.acquire(f"{key} too", owner="me", lease=60)
+    assert locks.release(key, owner=owner, version=version)
+
+
 @pytest.mark.usefixtures("readers_beside_a_writer")
 @pytest.mark.parametrize(
-    "use", [enter_again, take_another, renew, renew_in_a_transaction, release]
+    "use",
+    [
+        enter_again,
+        take_another,
+        renew,
+        renew_in_a_transaction,
+        release,
+        use_the_manager,
+    ],
 )
 @pytest.mark.parametrize("depth", [0, 1])
 def test_hook_uses_locks(

@@ -64,7 +64,9 @@ def _take_another(
 ) -> Granted | Reading:
     """Grant any of several permits, or else make the row of one that has none."""
     known = [key for key in free if key in seen]
-    grant = _grant_any(connection, request, known, known[0]) if known else None
+    # As many as ever, so that the statement is always the same.
+    slots = known + known[:1] * (request.permits - len(known))
+    grant = _grant_any(connection, request, slots, known[0]) if known else None
     if grant is not None:
         return Granted(grant, request.max_hold)
     missing = next((key for key in free if key not in seen), None)

@@ -122,6 +122,12 @@ def unpin_if_over() -> None:
             _run_all(_thread.due[UNPIN][:])
 
 
+def unpinned(alias: str) -> Connection:
+    """Return this thread's connection, on which nothing waits for such pins."""
+    unpin_if_over()
+    return connections[alias]
+
+
 def note_row_lock(alias: str, key: str) -> None:
     """Remember that the open transaction has locked a key's row."""
     depth = len(connections[alias].atomic_blocks)

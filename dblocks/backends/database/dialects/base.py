@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from django.core.checks import CheckMessage
-from django.db import Error
+from django.db import DatabaseError, Error
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
@@ -161,7 +161,9 @@ class Dialect:
 
     def is_undone(self, error: BaseException) -> bool:
         """Tell whether a statement that failed so has certainly changed nothing."""
-        return self.is_transient(error) and not self.is_lost(error)
+        # An interrupt's arguments may look like a code.
+        failed = isinstance(error, DatabaseError)
+        return failed and self.is_transient(error) and not self.is_lost(error)
 
     def is_wait_over(self, error: BaseException) -> bool:
         """Tell whether a bounded wait for a row's lock ran out."""
