@@ -5,6 +5,8 @@ from __future__ import annotations
 import copyreg
 from datetime import datetime
 
+from .texts import visible
+
 
 class LockError(Exception):
     """The base class of what dblocks raises about locks.
@@ -66,11 +68,12 @@ class LockTimeout(LockError):
         super().__init__(key)
 
     def __str__(self) -> str:
-        by = f" by {self.holder}" if self.holder else ""
+        holder = visible(self.holder)
+        by = f" by {holder}" if holder else ""
         since = ""
         if self.acquired_at is not None:
             since = f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
-        note = f" ({self.note})" if self.note else ""
+        note = f" ({visible(self.note)})" if self.note else ""
         within = f" within {self.timeout:g} s" if self.timeout else ""
         if not self.holder and not self.retry_after:
             return (
@@ -82,7 +85,7 @@ class LockTimeout(LockError):
         if self.cooling:
             what = "it" if self.permit is None else "one of its permits"
             state = (
-                f"{self.holder}{note} has released {what}, and it stays taken for "
+                f"{holder}{note} has released {what}, and it stays taken for "
                 f"another {left}"
             )
         else:

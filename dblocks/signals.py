@@ -17,6 +17,7 @@ from django.dispatch import Signal
 
 from .exceptions import LockTimeout
 from .permits import apart
+from .texts import visible
 
 if TYPE_CHECKING:
     from .holding.holds import Hold
@@ -86,7 +87,7 @@ def log_timeout(error: LockTimeout, waited: float) -> None:
     logger.info(
         "timed out key=%r holder=%s note=%r permit=%s waited=%.3f",
         error.key,
-        error.holder,
+        visible(error.holder),
         error.note,
         error.permit,
         waited,
@@ -102,7 +103,7 @@ def log_request(row_key: str, grant: Described, *, by: object, reason: str) -> N
     logger.info(
         "release requested key=%(key)r permit=%(permit)s owner=%(owner)s "
         "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
-        _told(row_key, grant, by=by, reason=reason),
+        _shown(_told(row_key, grant, by=by, reason=reason)),
     )
 
 
@@ -114,7 +115,7 @@ def announce_force_release(
     logger.warning(
         "force-released key=%(key)r permit=%(permit)s owner=%(owner)s "
         "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
-        told,
+        _shown(told),
     )
     send(lock_force_released, sender, **{"backend": None, "using": None, **told})
 
@@ -130,3 +131,9 @@ def _told(row_key: str, grant: Described, **how: object) -> dict[str, object]:
         "fencing_token": token,
         **how,
     }
+
+
+def _shown(told: dict[str, object]) -> dict[str, object]:
+    """Return what is told as one line of a log may show it."""
+    free = ("owner", "holder", "by", "reason")
+    return told | {name: visible(str(told[name])) for name in free}

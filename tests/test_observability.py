@@ -222,6 +222,27 @@ def test_trying_in_vain(
     assert [line for line in caplog.messages if key in line] == []
 
 
+@pytest.mark.needs("has_table")
+def test_texts_with_control_characters(
+    committed: None, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No holder, note, name or reason forges a line, or steers a terminal."""
+    caplog.set_level(logging.INFO, logger="dblocks")
+    evil = "a\nb\x1b]0;c\x07"
+    locks = DistributedLock.objects
+    assert locks.acquire(key, owner=evil, lease=60, holder=evil, note=evil)
+    with pytest.raises(LockTimeout) as refused:
+        distributed_lock(key, timeout=0).acquire()
+    assert locks.request_release(key, by=evil, reason=evil)
+    assert locks.force_release(key, by=evil, reason=evil)
+    told = [line for line in caplog.messages if key in line]
+    assert len(told) == 3
+    for text in [*told, str(refused.value)]:
+        assert text.isprintable()
+        assert "a\\nb\\x1b" in text
+    assert refused.value.holder == evil
+
+
 def texts_of(module: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield level and text of each line that a module logs."""
     constants: dict[str, ast.expr] = {

@@ -227,7 +227,7 @@ class _Wait:
                 return timed_out(attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
-                logger.debug("waiting key=%r holder=%s", self.key, seen.holder)
+                logger.debug("waiting key=%r holder=%r", self.key, seen.holder)
             # Somebody has let this waiter in, and the key is very likely free.
             try:
                 known_for = now - known_since
