@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from django.core.management import call_command
@@ -42,7 +42,7 @@ from tests.support.commands import (
 )
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
-from tests.support.processes import state_of
+from tests.support.processes import ROOT, state_of
 from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
 
 # Streams
@@ -277,23 +277,27 @@ def deaf(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     elif request.param == "full":
         with open("/dev/full", "wb") as full:
             yield {"stderr": full}
+    elif request.param == "blocked":
+        with blocked() as pipe:
+            yield {"stderr": pipe}
     else:
         reader, writer = os.pipe()
-        with os.fdopen(reader, "rb") as readable, os.fdopen(writer, "wb") as writable:
-            if request.param == "blocked":
-                fill(writer)
-            else:
-                readable.close()
+        os.close(reader)
+        with os.fdopen(writer, "wb") as writable:
             yield {"stderr": writable}
 
 
-def fill(pipe: int) -> None:
-    """Write until a pipe is full."""
-    os.set_blocking(pipe, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(pipe, bytes(4096))
-    os.set_blocking(pipe, True)
+@contextmanager
+def blocked() -> Iterator[BinaryIO]:
+    """A pipe that is full, and that nobody reads."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "wb") as writable:
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        yield writable
 
 
 def test_status_without_messages(
@@ -320,6 +324,55 @@ def test_status_without_messages(
         assert found == expected
         lease.renew()
     assert not distributed_lock(f"{key}:free").locked()
+
+
+SETTLE = """
+import os, signal, sys, threading
+from dblocks.management.standard_error import StandardError
+
+class Interrupted:
+    def write(self, text):
+        pass
+
+    def flush(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+
+print("out")
+file = StandardError(Interrupted() if "interrupted" in sys.argv else sys.stderr)
+file.write("err")
+file.settle(3)
+"""
+
+
+def settled(*arguments: str, **options: Any) -> tuple[int, bytes]:
+    """Return a process's status and output, after it has said something on both."""
+    process = subprocess.run(
+        [sys.executable, "-c", SETTLE, *arguments],
+        env={**environment(), "PYTHONUNBUFFERED": ""},
+        cwd=ROOT,
+        timeout=DEADLINE,
+        **options,
+    )
+    return process.returncode, process.stdout
+
+
+def test_output_beside_blocked_messages() -> None:
+    """What was written to standard output is not lost with the messages."""
+    with blocked() as stderr:
+        assert settled(stdout=subprocess.PIPE, stderr=stderr) == (3, b"out\n")
+
+
+def test_blocked_output_beside_blocked_messages() -> None:
+    """Unless it is blocked as well: the process ends all the same."""
+    with blocked() as stdout, blocked() as stderr:
+        assert settled(stdout=stdout, stderr=stderr)[0] == 3
+
+
+def test_interrupted_while_messages_block() -> None:
+    """Ctrl-C ends the wait for a reader, and changes nothing else."""
+    ended = settled("interrupted", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert ended == (3, b"out\n")
 
 
 def test_asked_for_without_messages(

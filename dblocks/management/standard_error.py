@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from .worker import Worker
 
@@ -65,9 +66,12 @@ class StandardError:
         Python flushes standard error at its end. If that fails, the status is 120; if
         it blocks, the process never ends.
         """
-        flushing = self._flushed(PATIENCE)
+        try:
+            flushing = self._flushed(PATIENCE)
+        except KeyboardInterrupt:
+            _exit(status)
         if not flushing.done():
-            os._exit(status)
+            _exit(status)
         if isinstance(flushing.exception(), OSError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
@@ -99,6 +103,14 @@ class StandardError:
             return _made(call)
         assert self._worker is not None
         return self._worker.call(call)
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process now; only what is left for standard output may take a while."""
+    try:
+        wait([Worker("dblocks-standard-output").call(sys.stdout.flush)], PATIENCE)
+    finally:
+        os._exit(status)
 
 
 def _made(call: Callable[[], object]) -> Future[object]:
