@@ -642,9 +642,10 @@ def test_detached_processes_are_reaped(commands: Commands, key: str) -> None:
     assert finish(process)[0] == 143
 
 
-def test_children_of_the_caller(shared: None, key: str) -> None:
-    """Whatever ends in the caller's own group is the caller's to reap."""
-    child = subprocess.Popen(["sh", "-c", "exit 3"])
+@pytest.mark.parametrize("own_session", [False, True], ids=["group", "session"])
+def test_children_of_the_caller(shared: None, key: str, own_session: bool) -> None:
+    """What the caller has started before is the caller's to reap."""
+    child = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=own_session)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert run(key, "--", "true") == 0
     assert child.wait() == 3

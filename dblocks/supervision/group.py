@@ -97,6 +97,7 @@ class Group:
         self.error: int | None = None
 
     def __enter__(self) -> Group:
+        self._before = _children()
         self._channel, inherited = socket.socketpair()
         with inherited:
             number = inherited.fileno()
@@ -146,9 +147,10 @@ class Group:
     def reap_adopted(self) -> None:
         """Reap the adopted processes that had left the group.
 
-        A child in this process's own group is another's business here.
+        A child that was there before, or is in this process's own group, is another's
+        business here.
         """
-        for pid in _children():
+        for pid in _children() - self._before:
             with suppress(ProcessLookupError, ChildProcessError):
                 group = os.getpgid(pid)
                 if pid != self.id and group not in {self.id, os.getpgrp()}:
@@ -169,12 +171,12 @@ class Group:
         return status if status >= 0 else 128 - status
 
 
-def _children() -> list[int]:
+def _children() -> set[int]:
     """Return this process's children, where Linux tells."""
-    found: list[int] = []
+    found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, file.read_text().split())
+            found |= {int(number) for number in file.read_text().split()}
     return found
 
 
