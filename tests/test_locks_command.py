@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -1060,6 +1061,36 @@ def test_release_of_several_of_which_one_changed(
         in err
     )
     assert stored("a").owner == "another"
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads for messages that are started in the test."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def note(thread: threading.Thread) -> None:
+        if thread.name == "dblocks-standard-error":
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", note)
+    return started
+
+
+def test_threads_of_a_call_from_code(
+    threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only messages take a thread, and it has ended when the call returns."""
+    LockFactory(held=True, key="k")
+    call_command("locks", "list", stdout=StringIO())
+    assert not threads
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    stderr = StringIO()
+    call_command("locks", "release", "k", stdout=StringIO(), stderr=stderr)
+    assert "Release it? [y/N] " in stderr.getvalue()
+    assert threads
+    assert not any(thread.is_alive() for thread in threads)
 
 
 # prune

@@ -72,7 +72,6 @@ class LockCommand(BaseCommand):
             return super().execute(*args, **options)
         finally:
             if not self.from_command_line:
-                self.standard_error.flush()
                 self.standard_error.end()
 
     @property

@@ -41,10 +41,9 @@ class StandardError:
             self._worker = Worker("dblocks-standard-error")
 
     def end(self) -> None:
-        """End the thread once all is written."""
+        """Write what is left, and end the thread if there is one."""
         if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+            self._end(self._flushed(PATIENCE))
 
     def isatty(self) -> bool:
         try:
@@ -75,7 +74,12 @@ class StandardError:
         if isinstance(flushing.exception(), OSError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
-        self.end()
+        self._end(flushing)
+
+    def _end(self, flushing: Future[object]) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end(PATIENCE if flushing.done() else 0.0)
 
     def _flushed(self, patience: float) -> Future[object]:
         flushing = self._call(lambda: self._file.flush())

@@ -29,7 +29,8 @@ class Worker:
     def __init__(self, name: str, wake: Callable[[], object] = lambda: None) -> None:
         self._wake = wake
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Have a function called."""
@@ -37,9 +38,10 @@ class Worker:
         self._calls.put(partial(_call, function, future))
         return future
 
-    def end(self) -> None:
-        """End the thread once its calls are made."""
+    def end(self, patience: float) -> None:
+        """End the thread once its calls are made; wait that long at most for it."""
         self._calls.put(None)
+        self._thread.join(patience)
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):

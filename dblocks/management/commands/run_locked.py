@@ -156,7 +156,7 @@ exit status:
         try:
             yield worker
         finally:
-            worker.end()
+            worker.end(GIVING_BACK)
 
     def _run(self, plan: Plan, lease: Lease | Leases) -> int | None:
         """Run the command; return its status, or ``None`` if the lease was lost."""
