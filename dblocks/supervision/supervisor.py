@@ -217,7 +217,7 @@ class Supervisor:
 
     def _not_stopped(self, had_terminal: bool) -> None:
         """Go on: the kernel stops nobody whom no shell could continue."""
-        self.say("no shell could continue it: the command goes on")
+        self.say("no shell could continue it: not stopped, the command goes on")
         self._resume()
         if had_terminal:
             self.terminal.give(self.group.id)
