@@ -17,6 +17,7 @@ import pytest
 from django.contrib.admin.sites import site
 from django.core.management import call_command
 from django.core.management.base import CommandError
+from django.core.management.color import color_style
 from django.db import OperationalError, connection, connections, transaction
 from django.test import RequestFactory
 from django.utils import translation
@@ -1057,10 +1058,48 @@ def test_release_of_several_of_which_one_changed(
     assert status == 1
     assert len(out.splitlines()) == 1
     assert (
-        "1 of 2 were released or changed hands, and were left alone: the lock 'a'"
-        in err
+        "1 of 2 was released or changed hands, and was left alone: the lock 'a'" in err
     )
     assert stored("a").owner == "another"
+
+
+class Plain:
+    """A stream that can only be written to."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_question_on_a_plain_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream has nothing to flush, the question counts as asked."""
+    LockFactory(held=True, key="k")
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    stderr = Plain()
+    call_command("locks", "release", "k", stdout=StringIO(), stderr=stderr)
+    assert "Release it? [y/N] " in stderr.text
+    assert DistributedLock.objects.free().filter(pk="k").exists()
+
+
+def test_question_in_a_narrow_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the encoding of standard error lacks is shown as an escape there, too."""
+    LockFactory(held=True, key="注文")
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    stderr = TextIOWrapper(BytesIO(), encoding="ascii")
+    call_command("locks", "release", "注文", stdout=StringIO(), stderr=stderr)
+    stderr.seek(0)
+    assert r"\u6ce8\u6587" in stderr.read()
+    assert DistributedLock.objects.free().filter(pk="注文").exists()
+
+
+def test_options_by_position() -> None:
+    """The command can be made as Django's own."""
+    plain = locks.Command(StringIO(), StringIO(), True)
+    colored = locks.Command(StringIO(), StringIO(), False, True)
+    assert plain.style.ERROR("x") == "x"
+    assert colored.style.ERROR("x") == color_style(force_color=True).ERROR("x") != "x"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 from django.core.management.base import OutputWrapper
 from django.utils.translation import ngettext
 
+from ..texts import encodable
 from .rendering import (
     COLORS,
     AnyLock,
@@ -23,12 +24,6 @@ from .rendering import (
     table,
 )
 from .sources import Source
-
-
-def encodable(text: str, stream: OutputWrapper) -> str:
-    """Return a text with escapes for what the encoding of a stream lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Output:

@@ -51,9 +51,11 @@ class LockCommand(BaseCommand):
     examples = ""
     verbosity = 1
 
-    def __init__(self, stdout: Any = None, stderr: Any = None, **options: Any) -> None:
+    def __init__(
+        self, stdout: Any = None, stderr: Any = None, *args: Any, **options: Any
+    ) -> None:
         self.standard_error = file = StandardError(stderr or sys.stderr)
-        super().__init__(stdout, cast(TextIO, file), **options)
+        super().__init__(stdout, cast(TextIO, file), *args, **options)
 
     def run_from_argv(self, argv: list[str]) -> None:
         try:

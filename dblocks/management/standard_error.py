@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from ..texts import encodable
 from .worker import Worker
 
 PATIENCE = 2.0
@@ -52,7 +53,7 @@ class StandardError:
             return False
 
     def write(self, text: str) -> int:
-        self._call(lambda: self._file.write(text))
+        self._call(lambda: self._file.write(encodable(text, self._file)))
         return len(text)
 
     def flush(self, patience: float = PATIENCE) -> bool:
@@ -82,10 +83,15 @@ class StandardError:
             worker.end(PATIENCE if flushing.done() else 0.0)
 
     def _flushed(self, patience: float) -> Future[object]:
-        flushing = self._call(lambda: self._file.flush())
+        flushing = self._call(self._flush)
         while not wait([flushing], patience).done and not self._blocks():
             pass
         return flushing
+
+    def _flush(self) -> None:
+        flush = getattr(self._file, "flush", None)
+        if flush is not None:
+            flush()
 
     def _blocks(self) -> bool:
         try:

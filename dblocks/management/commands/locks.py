@@ -253,8 +253,9 @@ exit status:
         if left:
             names = ", ".join(named(lock.lock_key, lock.permit) for lock in left)
             which = f"{len(left)} of {len(locks)}"
+            be = "was" if len(left) == 1 else "were"
             self.fail(
-                f"{which} were released or changed hands, and were left alone: {names}"
+                f"{which} {be} released or changed hands, and {be} left alone: {names}"
             )
 
     def _ask_holders(
