@@ -43,7 +43,8 @@ class Parser(DjangoParser):
 class LockCommand(BaseCommand):
     """A command with examples in its help and an exit status for every failure.
 
-    The status is the same when standard error is closed, full or blocked.
+    The status is the same when the command's messages meet a standard error that is
+    closed, full or blocked. Log messages don't pass through here.
     """
 
     parser_class: type[Parser] = Parser
