@@ -1103,7 +1103,7 @@ def test_options_by_position() -> None:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads for messages that are started in the test."""
     started: list[threading.Thread] = []
     start = threading.Thread.start
@@ -1118,18 +1118,18 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
 
 def test_threads_of_a_call_from_code(
-    threads: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    writers: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only messages take a thread, and it has ended when the call returns."""
     LockFactory(held=True, key="k")
     call_command("locks", "list", stdout=StringIO())
-    assert not threads
+    assert not writers
     monkeypatch.setattr("builtins.input", lambda: "y")
     stderr = StringIO()
     call_command("locks", "release", "k", stdout=StringIO(), stderr=stderr)
     assert "Release it? [y/N] " in stderr.getvalue()
-    assert threads
-    assert not any(thread.is_alive() for thread in threads)
+    assert writers
+    assert not any(thread.is_alive() for thread in writers)
 
 
 # prune
