@@ -270,7 +270,7 @@ class TestFrozenClocks:
         """A release is done or an error."""
         if connection.vendor != "sqlite":
             pytest.skip("the server lets it wait for the row")
-        lease = other.do(distributed_lock(key, renew=False).acquire)
+        lease = other.do(distributed_lock(key, lease=2, renew=False).acquire)
 
         def release() -> bool:
             try:

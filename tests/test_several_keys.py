@@ -858,3 +858,5 @@ def test_rows_by_decorator(key: str, committed: None) -> None:
         return sorted(name for _, name in transactions._thread.row_locks)
 
     assert work(2, 1) == [f"{key}:1", f"{key}:2"]
+    # Nothing is remembered of a transaction that is over.
+    assert not transactions._thread.row_locks
