@@ -238,7 +238,7 @@ def _forget_guards(connection: Connection) -> None:
 
 
 def _forget_unlocked_rows(connection: Connection) -> None:
-    """Forget the row locks of a transaction that is over."""
+    """Forget the row locks of a transaction that is over, before the next begins."""
     if not in_transaction(connection):
         for alias, key in list(_thread.row_locks):
             if alias == connection.alias:
@@ -248,7 +248,6 @@ def _forget_unlocked_rows(connection: Connection) -> None:
 def _leave_row_locks(connection: Connection, exc_type: object) -> None:
     """Note what becomes of row locks when a block inside their transaction is left."""
     if not in_transaction(connection):
-        _forget_unlocked_rows(connection)
         return
     depth, locks = len(connection.atomic_blocks), _thread.row_locks
     for (alias, key), blocks in list(locks.items()):
