@@ -131,21 +131,20 @@ def enters(block: Lock | Lease, steps: int) -> bool:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("atomic", [False, True], ids=["plain", "atomic"])
-@pytest.mark.parametrize("what", ["lock", "lease"])
-def test_interrupt_while_entering(
-    lock: Locks, key: str, what: str, atomic: bool
-) -> None:
-    """A block that isn't entered renews nothing, and leaves no transaction open."""
+def assert_nothing_is_left(key: str, enter: Callable[[str, int], bool]) -> None:
+    """Interrupt the entering of a block after ever more steps, until it succeeds.
+
+    Args:
+        enter: Enters a block of a key, interrupted after so many steps, and tells
+            whether that succeeded.
+    """
     gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             entered = False
             for steps in range(100):
-                # Somebody refers to it, as to those at the top of a module.
-                known = lock(f"{key}:{steps}", atomic=atomic, timeout=0)
-                entered = enters(known if what == "lock" else known.acquire(), steps)
+                entered = enter(f"{key}:{steps}", steps)
                 assert not connection.in_atomic_block
                 mine = [x for x in registry.all() if x.grant.key.startswith(key)]
                 assert not [x for x in mine if x.is_referred_to()]
@@ -157,24 +156,31 @@ def test_interrupt_while_entering(
         gc.enable()
 
 
+@pytest.mark.parametrize("atomic", [False, True], ids=["plain", "atomic"])
+@pytest.mark.parametrize("what", ["lock", "lease"])
+def test_interrupt_while_entering(
+    lock: Locks, key: str, what: str, atomic: bool
+) -> None:
+    """A block that isn't entered renews nothing, and leaves no transaction open."""
+    # Somebody refers to them, as to those at the top of a module.
+    known = []
+
+    def enter(name: str, steps: int) -> bool:
+        known.append(lock(name, atomic=atomic, timeout=0))
+        return enters(known[-1] if what == "lock" else known[-1].acquire(), steps)
+
+    assert_nothing_is_left(key, enter)
+
+
 def test_interrupt_while_entering_in_async_code(lock: Locks, key: str) -> None:
     """Nor does such a block of a task: what was granted is given back."""
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            entered = False
-            for steps in range(100):
-                known = lock(f"{key}:{steps}", timeout=0)
-                entered = asyncio.run(aenters(known, steps))
-                mine = [x for x in registry.all() if x.grant.key.startswith(key)]
-                assert not [x for x in mine if x.is_referred_to()]
-                if entered:
-                    break
-        assert entered
-        assert steps
-    finally:
-        gc.enable()
+    known = []
+
+    def enter(name: str, steps: int) -> bool:
+        known.append(lock(name, timeout=0))
+        return asyncio.run(aenters(known[-1], steps))
+
+    assert_nothing_is_left(key, enter)
 
 
 async def aenters(block: Lock, steps: int) -> bool:

@@ -71,6 +71,13 @@ def test_lost_holds_are_noted_at_any_line(acquire: Leases) -> None:
     assert number > 1
 
 
+def assert_counted_once(hold: Hold, again: Lease, key: str, where: object) -> None:
+    """Beside the hold of elsewhere, only the one of the owner's return is counted."""
+    assert again._hold is not hold
+    assert count_of(hold, key) == 2, where
+    assert again.release() is True
+
+
 @pytest.mark.engine("locmem")
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -94,10 +101,7 @@ def test_lost_in_the_middle_of_a_release(
         interrupted = at.lines >= number
         hold.lose("expired")
         hold.deadline = 0.0
-        again = acquire(owner=OWNER)
-        assert again._hold is not hold
-        assert count_of(hold, key) == 2, at.where
-        assert again.release() is True
+        assert_counted_once(hold, acquire(owner=OWNER), key, at.where)
         leave()
         assert not lock().locked()
     assert number > 10
@@ -122,10 +126,7 @@ def test_released_in_the_middle_of_a_loss(
         interrupted = at.lines >= number
         leases[-1].release()
         hold.deadline = 0.0
-        again = acquire(owner=OWNER)
-        assert again._hold is not hold
-        assert count_of(hold, key) == 2, at.where
-        assert again.release() is True
+        assert_counted_once(hold, acquire(owner=OWNER), key, at.where)
         leave()
         assert not lock().locked()
     assert number > 5

@@ -52,18 +52,21 @@ def outcome(future: Future[tuple[Any, float]], within: float) -> Any:
     return result
 
 
+def is_granted(key: str, timeout: float = 0) -> bool:
+    """Try to take a key, and give it back."""
+    lease = distributed_lock(key).try_acquire(timeout=timeout)
+    if lease is not None:
+        lease.release()
+    return lease is not None
+
+
 @pytest.mark.parametrize("timeout", [0, 0.5])
 def test_try(key: str, timeout: float) -> None:
     """A try by another thread for what the test holds is refused, and at once."""
 
-    def attempt() -> bool:
-        lease = distributed_lock(key).try_acquire(timeout=timeout)
-        if lease is not None:
-            lease.release()
-        return lease is not None
-
     with distributed_lock(key, timeout=0) as lease:
-        assert outcome(in_a_thread(attempt), 1 + timeout) is False
+        tried = in_a_thread(lambda: is_granted(key, timeout))
+        assert outcome(tried, 1 + timeout) is False
         assert lease.held
 
 
@@ -81,14 +84,8 @@ def test_try_for_what_was_released(key: str) -> None:
 def test_try_for_what_is_held_elsewhere(key: str) -> None:
     """So it is when the test has somebody else hold the key."""
 
-    def attempt() -> bool:
-        lease = distributed_lock(key).try_acquire()
-        if lease is not None:
-            lease.release()
-        return lease is not None
-
     with hold_elsewhere(key):
-        assert outcome(in_a_thread(attempt), 1) is False
+        assert outcome(in_a_thread(lambda: is_granted(key)), 1) is False
 
 
 def test_wait(key: str) -> None:
@@ -109,15 +106,10 @@ def test_wait(key: str) -> None:
 def test_settings_that_are_replaced(key: str, settings: Any, timeout: float) -> None:
     """Nor does a thread hang because the test has replaced the setting meanwhile."""
 
-    def attempt() -> bool:
-        lease = distributed_lock(key).try_acquire(timeout=timeout)
-        if lease is not None:
-            lease.release()
-        return lease is not None
-
     with distributed_lock(key, timeout=0) as lease:
         settings.DBLOCKS = {"default": {"LEASE": 20}}
-        assert outcome(in_a_thread(attempt), 1 + timeout) is False
+        tried = in_a_thread(lambda: is_granted(key, timeout))
+        assert outcome(tried, 1 + timeout) is False
         assert lease.held
 
 
@@ -127,10 +119,7 @@ def test_settings_that_are_replaced_during_a_wait(key: str, settings: Any) -> No
 
     def wait() -> bool:
         waiting.set()
-        lease = distributed_lock(key).try_acquire(timeout=1)
-        if lease is not None:
-            lease.release()
-        return lease is not None
+        return is_granted(key, timeout=1)
 
     with hold_elsewhere(key) as theirs:
         found = in_a_thread(wait)
