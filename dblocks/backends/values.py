@@ -135,9 +135,13 @@ class Reading:
         """Whether its holder has released it, and it stays taken for a while."""
         return bool(self.holder) and not self.owner and self.remaining > 0
 
+    def is_of(self, grant: Grant) -> bool:
+        """Tell whether a grant is the one that was seen, though it may be overdue."""
+        return (self.owner, self.version, self.identity) == grant[1:]
+
     def reason_for(self, grant: Grant) -> str | None:
         """Return why a grant is no longer this key's, or ``None`` if it still is."""
-        if (self.owner, self.version, self.identity) == grant[1:]:
+        if self.is_of(grant):
             return None if self.remaining > 0 else "expired"
         if self.version is None or grant.version is None:
             if self.owner or self.identity not in ("", grant.identity):

@@ -143,8 +143,9 @@ class Attempt(Claim):
         try:
             renewed = self.backend.renew(renewals)
         except BaseException:
-            for each in grants if self.owner is not None else ():
-                registry.return_forfeited(self.backend, each.grant, 1)
+            if self.owner is not None:
+                for each in grants:
+                    registry.return_forfeited(self.backend, each.grant, 1)
             raise
         if not renewed.extended.issuperset(each.grant for each in grants):
             return grants, sent

@@ -95,7 +95,7 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
         return connection_beside(alias)
     transactions.unpin_if_over()
     in_block = connection.in_atomic_block
-    if writes and not can_write(alias):
+    if writes and (in_block or is_pinning(alias)) and not can_write(alias):
         if not in_block:
             raise TransactionManagementError(
                 f"SQLite has one writer: a lock with atomic=True keeps {alias!r} for "

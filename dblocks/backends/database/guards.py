@@ -203,8 +203,7 @@ def _first_lost_within(
             for grant in grants:
                 it = seen.get(grant.key, Reading())
                 # Overdue alone isn't lost.
-                current = (it.owner, it.version) == (grant.owner, grant.version)
-                if not current and not _predates(it, grant):
+                if not it.is_of(grant) and not _predates(it, grant):
                     return grant, it.reason_for(grant)
     return grants[0], None
 

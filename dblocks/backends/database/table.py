@@ -363,7 +363,7 @@ def _extended(
         grant
         for grant in grants
         if (it := seen.get(grant.key)) is not None
-        and (it.owner, it.version) == (grant.owner, grant.version)
+        and it.is_of(grant)
         and it.remaining >= min(left, it.limit - ROUNDING)
     }
     return extended, told
