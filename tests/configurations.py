@@ -51,9 +51,10 @@ BRIEF = CORE - {
     "shop",
     "state_machine",
 }
-"""Of these, the modules in which the versions of Django and of the driver may tell.
+"""Of these, the modules in which versions of Django and of the driver may tell.
 
-The others are about time, threads and processes. An old Python has them on SQLite.
+So may one of SQLite's settings without the other. The rest of ``CORE`` is about time,
+threads and processes. An old Python has it on SQLite.
 """
 
 CONTRACT = {
@@ -205,7 +206,9 @@ class Configuration:
     engine: str | None = None
     #: What SQLite is told; with nothing, it is as ``startproject`` leaves it.
     sqlite: tuple[str, ...] = ("WAL", "IMMEDIATE")
-    #: Run these modules of the tests alone, unless told what to run.
+    #: Run the contract suite on locks in memory, too.
+    memory: bool = False
+    #: Run these modules of the tests alone, and those that run here and nowhere else.
     only: Collection[str] = MODULES
     #: What Python is told, but not those processes that tests start.
     python: tuple[str, ...] = ()
@@ -248,21 +251,17 @@ class Configuration:
         """The aliases in DBLOCKS of what the contract suite runs on."""
         if self.engine is not None:
             return self.engine
-        return "default,locmem" if self.name == ONCE["locmem"] else "default"
+        return "default,locmem" if self.memory else "default"
 
     def modules(self, *, brief: bool, short: bool) -> list[str]:
         """What is run on it, unless told what to run."""
+        own = {name for name, where in ONCE.items() if where == self.name}
         if self.engine is not None:
-            own = {name for name, where in ONCE.items() if where == self.engine}
             return sorted(CONTRACT | own)
-        return [
-            name
-            for name in MODULES
-            if ONCE.get(name, self.name) == self.name
-            and name in self.only
-            and (name in BRIEF or not brief)
-            and (name not in LONG or not short)
-        ]
+        if short:
+            return sorted({*MODULES} - ONCE.keys() - LONG | own - LONG)
+        found = {*self.only} - ONCE.keys() | own
+        return sorted(found & BRIEF if brief else found)
 
 
 CONFIGURATIONS = {
@@ -270,12 +269,14 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("mariadb", "mariadb"),
         Configuration("postgres", "postgres"),
-        Configuration("sqlite"),
+        # As recommended, and so for the demo. An old Python runs the others on it.
+        Configuration("sqlite", memory=True, only=CORE | {"demo"}),
         Configuration("mariadb-rr", "mariadb", "repeatable read", only=CORE),
         Configuration("postgres-rr", "postgres", "repeatable read", only=CORE),
-        Configuration("sqlite-default", sqlite=()),
-        Configuration("sqlite-wal", sqlite=("WAL",), only=CORE),
-        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), only=CORE),
+        # The hardest: readers and writers keep each other out.
+        Configuration("sqlite-default", sqlite=(), memory=True),
+        Configuration("sqlite-wal", sqlite=("WAL",), only=BRIEF),
+        Configuration("sqlite-immediate", sqlite=("IMMEDIATE",), only=BRIEF),
         # Which makes everything take half as long again.
         Configuration("sqlite-memory", only=CORE, python=("-X", "dev")),
         Configuration("redis", engine="redis"),

@@ -28,7 +28,8 @@ if "REDLOCK_URLS" in env:
         "BACKEND": "dblocks.backends.redis.RedisBackend",
         "LOCATION": env.list("REDLOCK_URLS"),
         "KEY_PREFIX": f"{RUN}:",
-        "OPTIONS": {"socket_timeout": env.float("REDLOCK_SOCKET_TIMEOUT", 0.25)},
+        # A server that waits for a processor answers late, and must be heard.
+        "OPTIONS": {"socket_timeout": 5, "socket_connect_timeout": 5},
     }
 if "ZOOKEEPER_HOSTS" in env:
     DBLOCKS["zookeeper"] = {

@@ -259,7 +259,7 @@ def test_contenders(servers: list[Redis], key: str) -> None:
 def crew(servers: list[Redis], committed: None) -> Iterator[Crew]:
     """Run programs in processes whose locks are on these servers."""
     urls = ",".join(server.url() for server in servers)
-    crew = Crew({"REDLOCK_URLS": urls, "REDLOCK_SOCKET_TIMEOUT": "5"})
+    crew = Crew({"REDLOCK_URLS": urls})
     # On a busy machine its start would take the whole time for which they contend.
     crew.fork_all("contend", [])
     yield crew
