@@ -56,7 +56,7 @@ def _engine(alias: str, path: object) -> type[BaseBackend]:
     is_one = isinstance(kind, type) and issubclass(kind, BaseBackend)
     if not is_one or isabstract(kind):
         raise ImproperlyConfigured(
-            f"DBLOCKS[{alias!r}]: {path!r} is no backend of locks."
+            f"DBLOCKS[{alias!r}]: {path!r} is not a lock backend."
         )
     engine: type[BaseBackend] = kind
     return engine

@@ -262,9 +262,8 @@ class LeaseBlock(ABC):
                 # If none is, some were released before.
                 if lost is not None:
                     logger.warning(
-                        "lost before the transaction ended key=%r reason=%s",
-                        lost.key,
-                        lost.lost_reason,
+                        "lost before the transaction ended key=%r permit=%s reason=%s",
+                        *(lost.key, lost._hold.permit, lost.lost_reason),
                     )
         except self._backend.errors as error:
             self._forsake()

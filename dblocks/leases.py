@@ -137,7 +137,7 @@ class Lease(LeaseBlock):
                 "released key=%(key)r permit=%(permit)s backend=%(backend)s "
                 "owner=%(owner)s fencing_token=%(fencing_token)s "
                 "held_for=%(held_for).3f",
-                facts,
+                signals.shown(facts),
             )
             sender = self._hold.sender
             signals.send(signals.lock_released, sender, **facts, lease=self)

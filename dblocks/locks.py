@@ -420,7 +420,7 @@ def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
         logger.debug(
             "acquired key=%(key)r permit=%(permit)s backend=%(backend)s "
             "owner=%(owner)s fencing_token=%(fencing_token)s waited=%(waited).3f",
-            facts,
+            signals.shown(facts),
         )
         facts |= {"reentered": attempt.reentered, "lease": lease}
         signals.send(signals.lock_acquired, Lock, **facts)

@@ -332,7 +332,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             The row.
 
         Raises:
-            LockTimeout: The key stayed taken. The transaction stays usable.
+            LockTimeout: The key stayed taken. The transaction stays usable, except on
+                MySQL and MariaDB at REPEATABLE READ, which may have to roll it back.
             LockError: The current owner has a lease on the key.
             TransactionManagementError: No transaction is open.
         """

@@ -4,7 +4,8 @@ All signals are sent with ``send_robust``: Django logs a receiver that fails, an
 can't break locking. ``sender`` is the class :class:`dblocks.locks.Lock`; for a force
 release it is the model or the backend's class. Every signal has ``key`` (``str``),
 ``permit`` (its number, or ``None`` for a lock without permits) and ``backend`` (the
-alias in ``DBLOCKS``; ``None`` for a force release through the model). Durations are
+alias in ``DBLOCKS``; ``None`` for a force release in a database, which ``using``
+names). Durations are
 seconds. Keys that are taken together have a signal each.
 """
 
@@ -48,7 +49,7 @@ lock_timed_out = Signal()
 #: A lock was taken away from its holder. ``owner`` and ``fencing_token`` of the grant
 #: that was ended, ``holder``, ``by`` (who did it: a user, a name or ``None``),
 #: ``reason`` (free text) and ``using`` (the alias of the database, or ``None`` on
-#: other engines).
+#: other engines, where ``backend`` says which).
 lock_force_released = Signal()
 
 
@@ -64,9 +65,9 @@ def send(signal: Signal, sender: object, **facts: object) -> None:
 
 
 class Observer(Protocol):
-    """Is told what the first four signals tell, with less effort; must not raise.
+    """Is told of grants, time-outs, releases and losses, with less effort; can't raise.
 
-    Where they are sent, and what is acquired in the context of who acquires it.
+    It is told where their signals are sent, and of a grant in the context of who asked.
     """
 
     def acquired(self, attempt: Attempt, hold: Hold) -> None: ...
@@ -103,7 +104,7 @@ def log_request(row_key: str, grant: Described, *, by: object, reason: str) -> N
     logger.info(
         "release requested key=%(key)r permit=%(permit)s owner=%(owner)s "
         "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
-        _shown(_told(row_key, grant, by=by, reason=reason)),
+        shown(_told(row_key, grant, by=by, reason=reason)),
     )
 
 
@@ -115,7 +116,7 @@ def announce_force_release(
     logger.warning(
         "force-released key=%(key)r permit=%(permit)s owner=%(owner)s "
         "holder=%(holder)s fencing_token=%(fencing_token)s by=%(by)s reason=%(reason)s",
-        _shown(told),
+        shown(told),
     )
     send(lock_force_released, sender, **{"backend": None, "using": None, **told})
 
@@ -133,7 +134,7 @@ def _told(row_key: str, grant: Described, **how: object) -> dict[str, object]:
     }
 
 
-def _shown(told: dict[str, object]) -> dict[str, object]:
+def shown(told: dict[str, object]) -> dict[str, object]:
     """Return what is told as one line of a log may show it."""
     free = ("owner", "holder", "by", "reason")
-    return told | {name: visible(str(told[name])) for name in free}
+    return told | {name: visible(str(told[name])) for name in free if name in told}

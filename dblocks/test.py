@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FARTHEST = 100 * 365.25 * 86400.0
-"""Seconds by which the clock may be moved at a time: databases count no longer back."""
+"""Seconds for one move of the clock, at most: databases can't count further back."""
 
 
 class hold_elsewhere:

@@ -52,7 +52,7 @@ def key(value: object, longest: int = MAX_KEY) -> str:
         raise InvalidKey(str(error)) from None
     if SEPARATOR in name:
         raise InvalidKey(
-            f"key must not hold U+001F, which sets off the number of a permit: {name!r}"
+            f"key must not contain U+001F, which separates a permit's number: {name!r}"
         )
     return name
 
@@ -83,7 +83,7 @@ def _counted(values: tuple[T, ...]) -> tuple[T, ...]:
         raise InvalidKey("keys must not be empty: there is nothing to lock")
     number = len(set(values))
     if number > MAX_KEYS:
-        raise InvalidKey(f"keys must not be more than {MAX_KEYS:,}, not {number:,}")
+        raise InvalidKey(f"keys must number at most {MAX_KEYS:,}, not {number:,}")
     return values
 
 
@@ -155,15 +155,15 @@ def text(
         raise TypeError(f"{name} must be a str, not {value!r}")
     flaw = ""
     if not value and not empty:
-        flaw = "empty"
+        flaw = "be empty"
     elif len(value) > longest:
-        flaw = f"longer than {longest} characters ({len(value)})"
+        flaw = f"be longer than {longest} characters ({len(value)})"
     elif "\0" in value:
-        flaw = "holding a NUL character"
+        flaw = "contain a NUL character"
     elif re.search("[\ud800-\udfff]", value):
-        flaw = "holding a lone surrogate"
+        flaw = "contain a lone surrogate"
     if flaw:
-        raise ValueError(f"{name} must not be {flaw}: {value!r}")
+        raise ValueError(f"{name} must not {flaw}: {value!r}")
     return str.__str__(value)
 
 

@@ -930,6 +930,14 @@ def test_history_of_hostile_texts(operator: Client) -> None:
     assert r"\u202ehost\n" in LogEntry.objects.get().get_change_message()
 
 
+def test_hostile_owner(operator: Client) -> None:
+    """An owner's id is a text of programs and users, too."""
+    LockFactory(key="k", held=True, owner="\u202ea\x1b[2J")
+    page = operator.get(page_of("k")).rendered_content
+    assert r"\u202ea\x1b[2J" in page
+    assert "\u202e" not in page
+
+
 def told_by_history(client: Client, key: str) -> list[tuple[str, str]]:
     """Who did what, as a lock's history tells it."""
     page = client.get(page_of(key, "history")).rendered_content
@@ -1140,7 +1148,8 @@ def test_another_writer_after_the_release(
         )
     ]
     assert not LogEntry.objects.exists()
-    assert "not in the admin's log key='k' error=database is locked" in caplog.text
+    said = "not in the admin's log key='k' permit=None error=database is locked"
+    assert said in caplog.text
 
 
 @pytest.mark.django_db(databases=["default", "locks"])

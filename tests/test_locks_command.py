@@ -1221,7 +1221,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
         "--holder must not be blank",
     ),
     "blank holder to ask": (["release", "--holder", " ", "--ask"], "--holder must not"),
-    "no text": (["list", "--key", "\udcff*"], "--key must not be holding a lone"),
+    "no text": (["list", "--key", "\udcff*"], "--key must not contain a lone"),
     "no text to release": (["release", "--holder", "\udcff", "--yes"], "--holder must"),
     "blank pattern": (["release", "--key", " ", "--yes"], "--key must not be blank"),
     "one is blank": (["release", "--key", "", "--holder", "h", "--yes"], "--key must"),

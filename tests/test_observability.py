@@ -222,6 +222,32 @@ def test_trying_in_vain(
     assert [line for line in caplog.messages if key in line] == []
 
 
+def test_owner_with_control_characters(
+    lock: Locks, backend: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An owner's id that a visitor chose forges no line."""
+    caplog.set_level(logging.DEBUG, logger="dblocks")
+    mine = lock(owner="a\nb\x1b]0;c\x07")
+    with mine:
+        pass
+    lease = mine.acquire()
+    assert backends[backend].request_release(key)
+    lease.renew()
+    assert backends[backend].force_release(key)
+    with pytest.raises(LeaseLost):
+        lease.renew()
+    verbs = {"acquired", "released", "asked to release", "lost"}
+
+    def told() -> dict[str, str]:
+        lines = [line for line in caplog.messages if f"key={key!r}" in line]
+        return {line.partition(" key=")[0]: line for line in lines}
+
+    eventually(lambda: verbs <= told().keys(), what="every line")
+    for verb in verbs:
+        assert told()[verb].isprintable()
+        assert r"owner=a\nb\x1b]0;c\x07" in told()[verb]
+
+
 @pytest.mark.needs("has_table")
 def test_texts_with_control_characters(
     committed: None, key: str, caplog: pytest.LogCaptureFixture

@@ -220,7 +220,7 @@ def test_suspend_key_without_a_shell(
     session = terminal("run_locked", key, "--", "sh", "-c", script)
     session.read_until(b"ready")
     session.type(b"\x1a")
-    session.read_until(b"no shell could continue it: not stopped, the command goes on")
+    session.read_until(b"not stopped: no shell could continue it, so the command")
     session.type(b"hello\n")
     session.read_until(b"got hello")
     assert session.wait() == 0

@@ -385,5 +385,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             self.log_change(request, lock, text)
         except DatabaseError as error:
             # It is done, and in the lock's history.
-            logger.warning("not in the admin's log key=%r error=%s", lock.key, error)
+            logger.warning(
+                "not in the admin's log key=%r permit=%s error=%s",
+                *(lock.lock_key, lock.permit, error),
+            )
         return "asked" if is_request else "released"

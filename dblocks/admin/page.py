@@ -69,7 +69,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     fields = readonly_fields = (
         *confirmed_fields[:5],
         *("since_exact", "left_exact", "asked_for", "waiting"),
-        *("version_number", "hold_count", "owner"),
+        *("version_number", "hold_count", "shown_owner"),
     )
 
     class Media:
@@ -233,6 +233,10 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     @admin.display(description=gettext_lazy("fencing token"))
     def version_number(self, lock: DistributedLock) -> str:
         return str(lock.version)
+
+    @admin.display(description=gettext_lazy("owner"))
+    def shown_owner(self, lock: DistributedLock) -> SafeString | str:
+        return isolated(lock.owner) if lock.owner else self.get_empty_value_display()
 
     # History
 

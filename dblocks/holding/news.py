@@ -50,7 +50,7 @@ def tell_loss(hold: Hold, reason: str) -> None:
             logger.warning,
             "lost key=%(key)r permit=%(permit)s backend=%(backend)s owner=%(owner)s "
             "fencing_token=%(fencing_token)s held_for=%(held_for).3f reason=%(reason)s",
-            facts,
+            signals.shown(facts),
         )
 
     apart(news)
@@ -67,7 +67,7 @@ def tell_request(hold: Hold) -> None:
             logger.info,
             "asked to release key=%(key)r permit=%(permit)s backend=%(backend)s "
             "owner=%(owner)s fencing_token=%(fencing_token)s held_for=%(held_for).3f",
-            facts,
+            signals.shown(facts),
         )
 
     apart(news)

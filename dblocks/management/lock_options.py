@@ -41,7 +41,7 @@ def add_list_arguments(verb: CommandParser) -> None:
         "--sort",
         choices=ORDERS,
         default="key",
-        help="age: the longest held first; remaining: the first to be over first; "
+        help="age: the longest held first; remaining: the one that ends first; "
         "free ones last. Default: key.",
     )
     verb.add_argument(

@@ -16,7 +16,7 @@ from .standard_error import StandardError
 _UNITS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 DURATIONS = """
-durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7d
+durations are seconds, fractions allowed, or have a unit: 500ms, 90s, 15m, 2h, 7d, 2w
 """
 
 

@@ -90,7 +90,7 @@ ORDERS: dict[str, Callable[[AnyLock], Any]] = {
     "remaining": _by_remaining,
     "key": lambda lock: (),
 }
-"""Longest held first; the first to be over first; by key, as equal ones of the others
+"""Longest held first; the one that ends first; by key, as equal ones of the others
 are. What is free, and has neither, comes last."""
 
 

@@ -205,8 +205,8 @@ class Supervisor:
             return
         had_terminal = self.terminal.take_back(self.group.id)
         self.say(
-            f"stopped; the lease isn't renewed meanwhile: the command is terminated in "
-            f"{max(0.0, self._time_left()):.0f} s, before it ends"
+            f"stopping; the lease isn't renewed meanwhile, and the command is ended "
+            f"in {max(0.0, self._time_left()):.0f} s, before the lease ends"
         )
         self.told(TELLING)
         self.signals.let_stops()
@@ -217,7 +217,7 @@ class Supervisor:
 
     def _not_stopped(self, had_terminal: bool) -> None:
         """Go on: the kernel stops nobody whom no shell could continue."""
-        self.say("no shell could continue it: not stopped, the command goes on")
+        self.say("not stopped: no shell could continue it, so the command goes on")
         self._resume()
         if had_terminal:
             self.terminal.give(self.group.id)

@@ -9,6 +9,7 @@ from .. import clock, signals
 from ..backends.gates import Gate, GateClosed
 from ..backends.values import PINNED_GRACE, Reading
 from ..holding.holds import Hold
+from ..texts import visible
 from .attempt import Attempt
 from .queue import (
     LONGEST_PAUSE,
@@ -64,10 +65,8 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
 def log_lapse(hold: Hold, error: BaseException) -> None:
     """Say that a grant could not be released."""
     logger.warning(
-        "not released, left to lapse key=%r fencing_token=%s error=%s",
-        hold.grant.key,
-        hold.grant.version,
-        error,
+        "not released, left to lapse key=%r permit=%s fencing_token=%s error=%s",
+        *(hold.key, hold.permit, hold.grant.version, error),
     )
 
 
@@ -227,7 +226,10 @@ class _Wait:
                 return timed_out(attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
-                logger.debug("waiting key=%r holder=%r", self.key, seen.holder)
+                logger.debug(
+                    "waiting key=%r permit=%s holder=%s",
+                    *(attempt.key, seen.permit, visible(seen.holder)),
+                )
             # Somebody has let this waiter in, and the key is very likely free.
             try:
                 known_for = now - known_since

@@ -1,4 +1,4 @@
-"""The lock table: the one module that writes it.
+"""The lock table: the verbs of one row.
 
 The row is the truth: a key is free when ``expires_at`` is in the database's past. A
 grant raises ``version``, the fencing token, and nothing lowers it. Every write is one
