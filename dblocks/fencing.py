@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
 from django.db.models import F
 
@@ -38,7 +39,7 @@ class FencingTokenField(models.BigIntegerField):  # type: ignore[type-arg]
 class FencedQuerySet(models.QuerySet[Any]):
     """Adds updates that a holder with an outdated token can't make."""
 
-    def fenced_update(self, fence: Fence, **values: Any) -> int:
+    def fenced_update(self, fence: Fence, /, **values: Any) -> int:
         """Update all rows of a filtered queryset, or none of them.
 
         Args:
@@ -52,9 +53,13 @@ class FencedQuerySet(models.QuerySet[Any]):
             LeaseLost: One of the rows has seen a higher token.
             TypeError: The queryset has no filter, or ``fence`` is neither a lease with
                 a token nor a token.
-            ValueError: The token is negative.
+            ValueError: The token is negative; ``fencing_token`` is among the values.
         """
         token = token_of(fence)
+        if "fencing_token" in values:
+            raise ValueError(
+                "fenced_update() writes fencing_token itself: it is the fence's."
+            )
         if not self.query.where:
             raise TypeError(
                 "fenced_update() needs a filter: fencing every row of a table by one "
@@ -82,6 +87,10 @@ class FencedQuerySet(models.QuerySet[Any]):
                 rows = self.model._base_manager.using(self.db)
                 rows.filter(pk__in=found.keys()).update(**values)
         return len(found)
+
+    async def afenced_update(self, fence: Fence, /, **values: Any) -> int:
+        """Async twin of :meth:`fenced_update`."""
+        return await sync_to_async(self.fenced_update)(fence, **values)
 
 
 if TYPE_CHECKING:
@@ -151,6 +160,10 @@ class FencedModel(models.Model):
         except BaseException:
             self.fencing_token = before
             raise
+
+    async def asave(self, *args: Any, fence: Fence = ..., **kwargs: Any) -> None:
+        """Async twin of :meth:`save`."""
+        await sync_to_async(self.save)(*args, fence=fence, **kwargs)
 
     def _token_pk(self) -> Any:
         """Return the primary key of the row that has the token, an ancestor's maybe."""

@@ -41,6 +41,9 @@ sync_only = async_unsafe(
 
 T = TypeVar("T", bound="LeaseBlock")
 
+# Releases wait for the end of transactions, in a project without the app as well.
+transactions.watch()
+
 
 class LeaseBlock(ABC):
     """One lease or several, taken together: what is done is done to all of them."""
@@ -311,6 +314,7 @@ class LeaseBlock(ABC):
 
     @sync_only
     def _begin(self) -> None:
+        self._refuse_released()
         if self._atomic:
             self._block = self._committing()
             self._block.__enter__()
@@ -340,7 +344,13 @@ class LeaseBlock(ABC):
     async def __aenter__(self: T) -> T:
         if self._atomic:
             raise TypeError("atomic=True can't be used with async with.")
+        self._refuse_released()
         return self
+
+    def _refuse_released(self) -> None:
+        """Raise if the block would run without the lock that its line names."""
+        if self._deferred or not self._open:
+            raise self._lost()
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, *exc_info: Any

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from . import clock, signals, validation
 from .advice import warn_of_template
+from .backends.database import transactions
 from .backends.values import FOREVER, first_free
 from .conf import backends
 from .decorators.functions import LeaseCalls
@@ -161,7 +162,7 @@ class Lock(Generic[L]):
                 :meth:`acquire`. A fault is never reported as ``None``.
         """
         attempts = self._attempts(timeout)
-        found = get_all(attempts)
+        found = self._get(attempts)
         return None if isinstance(found, Refused) else self._leases(attempts, found)
 
     @sync_only
@@ -263,8 +264,15 @@ class Lock(Generic[L]):
         """Take the lock for another line of execution."""
         return self._acquire(self._attempts(by=owner))
 
+    @staticmethod
+    def _get(attempts: list[Attempt]) -> list[Hold] | Refused:
+        if not attempts[0].backend.has_table:
+            # Raises where nobody would see when to release; the table's engine asks it.
+            transactions.transaction_is_open()
+        return get_all(attempts)
+
     def _acquire(self, attempts: list[Attempt]) -> L:
-        found = get_all(attempts)
+        found = self._get(attempts)
         if isinstance(found, Refused):
             raise self._timed_out(found)
         return self._leases(attempts, found)

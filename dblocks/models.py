@@ -265,10 +265,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     ) -> int:
         """Delete the rows of keys that have been free, or overdue, for ``older_than``.
 
-        Works in batches of ``batch_size`` rows. Each batch has a transaction of its
-        own, locks only what it deletes, and leaves out rows that are in use. After each
-        batch it pauses for as long as the batch took; on SQLite, which has one writer,
-        for longer.
+        Works in batches of ``batch_size`` rows. Each has a transaction of its own,
+        locks only what it deletes, and leaves out rows that are in use. After each it
+        pauses for as long as that took; on SQLite, which has one writer, for longer.
 
         Args:
             progress: Called after each batch with the number of rows deleted so far.
@@ -332,8 +331,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             The row.
 
         Raises:
-            LockTimeout: The key stayed taken. The transaction stays usable, except on
-                MySQL and MariaDB at REPEATABLE READ, which may have to roll it back.
+            LockTimeout: The key stayed taken, as :func:`transaction_lock` describes.
             LockError: The current owner has a lease on the key.
             TransactionManagementError: No transaction is open.
         """
@@ -357,12 +355,14 @@ else:
 class LockManager(_Manager):
     """The manager of the lock table, on the database of ``DBLOCKS["default"]``."""
 
+    @property
+    def db(self) -> str:
+        backend = backends[DEFAULT_ALIAS]
+        return self._db or (backend.using if backend.has_table else super().db)
+
     def get_queryset(self) -> LockQuerySet:
         rows = super().get_queryset()
-        backend = backends[DEFAULT_ALIAS]
-        if self._db is None and backend.has_table:
-            rows = rows.using(backend.using)
-        return rows
+        return rows.using(self.db) if backends[DEFAULT_ALIAS].has_table else rows
 
 
 class DistributedLock(models.Model):

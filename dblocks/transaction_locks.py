@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import DEFAULT_DB_ALIAS, NotSupportedError, connections, transaction
+from django.utils.asyncio import async_unsafe
 
 from . import validation
 from .advice import warn_of_template
@@ -145,6 +146,7 @@ class TransactionLock:
         decorated: F = RowCalls.decorate(self, function)
         return decorated
 
+    @async_unsafe
     def __enter__(self) -> Any:
         if self._is_literal:
             for key in self.keys:
@@ -192,6 +194,7 @@ class TransactionLock:
                 yield rows
 
 
+@async_unsafe
 def lock_row(using: str, key: str, wait: RowWait) -> Any:
     """Lock a key's row in the current transaction; see ``objects.for_update()``."""
     _refuse_nesting(using, [key])

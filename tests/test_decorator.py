@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from threading import Event
 from typing import Any
 
@@ -22,6 +22,8 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connection, transaction
 from django.utils.decorators import method_decorator
+from django.utils.translation import gettext_lazy
+from django.views import View
 
 import dblocks
 from dblocks import (
@@ -819,7 +821,16 @@ def test_imported_callable(key: str) -> None:
     assert decorated.by_callable(number)
 
 
-@pytest.mark.parametrize("result", [None, 5, b"k", "", "k" * 256], ids=ascii)
+@pytest.mark.parametrize(
+    "result",
+    [
+        *(
+            pytest.param(each, id=ascii(each))
+            for each in (None, 5, b"k", "", "k" * 256)
+        ),
+        pytest.param(gettext_lazy("text"), id="translated later"),
+    ],
+)
 def test_callable_that_makes_no_key(result: Any) -> None:
     """What a callable returns has to be a key."""
     with pytest.raises(InvalidKey) as caught:
@@ -897,7 +908,43 @@ def bare_module(form: Any) -> None:
     exec(compile(source, "module", "exec"), {"form": form, "__name__": "made"})
 
 
+def bare_cached_function(form: Any) -> None:
+    @form
+    @lru_cache
+    def job() -> None:
+        """Do nothing."""
+
+
+def bare_static_method(form: Any) -> None:
+    class Job:
+        @form
+        @staticmethod
+        def run() -> None:
+            """Do nothing."""
+
+
+def bare_class_method(form: Any) -> None:
+    class Job:
+        @form
+        @classmethod
+        def run(cls) -> None:
+            """Do nothing."""
+
+
+def bare_view_class(form: Any) -> None:
+    form(View.as_view())
+
+
+def bare_task(form: Any) -> None:
+    form(decorated.count)
+
+
 BARE = [
+    bare_cached_function,
+    bare_static_method,
+    bare_class_method,
+    bare_view_class,
+    bare_task,
     bare_function,
     bare_async_function,
     bare_method,
@@ -914,6 +961,26 @@ def test_without_parentheses(define: Any, form: Any) -> None:
     """A bare decorator is a TypeError, where it stands, that says so."""
     with pytest.raises(TypeError, match="without parentheses"):
         define(form)
+
+
+def test_callable_key_that_wraps_no_python_code() -> None:
+    """A function that makes keys may wrap one that is written in C."""
+
+    @wraps(max)
+    def key(*numbers: int) -> str:
+        return f"job:{max(*numbers)}"
+
+    @distributed_lock(key)
+    def job(*numbers: int) -> Any:
+        return current_lease().key
+
+    assert job(1, 2) == "job:2"
+
+
+def test_thing_that_is_no_function() -> None:
+    """The error says how the decorator is written."""
+    with pytest.raises(TypeError, match="written with parentheses: @distributed_lock"):
+        distributed_lock("k")(5)  # type: ignore[type-var]
 
 
 # What can't be decorated

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.conf import settings
 from django.db import OperationalError, connection, connections, models, transaction
 from django.db.models import Q
@@ -327,6 +328,32 @@ def test_update_of_rows_found_across_a_relation(current: Lease) -> None:
     rows = Account.objects.filter(Q(deposit__days=3) | Q(pk=row.pk)).distinct()
     assert rows.fenced_update(current, balance=5) == 1
     assert mine(row).balance == 5
+
+
+def test_token_among_the_values(current: Lease, account: Account) -> None:
+    """Nobody lowers a row's token by hand."""
+    rows = Account.objects.filter(pk=account.pk)
+    with pytest.raises(ValueError, match="fencing_token"):
+        rows.fenced_update(current, fencing_token=1)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_async_twins(stale: Lease, current: Lease, account: Account) -> None:
+    """They refuse what the sync forms refuse."""
+
+    async def write(fence: Lease) -> None:
+        await Account.objects.filter(pk=account.pk).afenced_update(fence, balance=1)
+        account.balance = 2
+        await account.asave(fence=fence)
+
+    async_to_sync(write)(current)
+    for fence in (stale, stale.fencing_token):
+        with pytest.raises(LeaseLost):
+            async_to_sync(write)(fence)
+        with pytest.raises(LeaseLost):
+            async_to_sync(account.asave)(fence=fence)
+    account.refresh_from_db()
+    assert account.balance == 2
 
 
 def test_negative_token(account: Account) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from asgiref.sync import async_to_sync
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
 from dblocks.conf import backends
@@ -42,6 +43,26 @@ def test_with_form(lock: Locks, obtainable: Obtainable) -> None:
         assert not obtainable()
     assert not lease.held
     assert obtainable()
+
+
+def test_block_of_a_released_lease(lock: Locks, acquire: Leases) -> None:
+    """A block that would run without the lock doesn't run."""
+    first, lock_again = acquire(), lock().acquire
+
+    async def block(lease: Lease) -> None:
+        async with lease:
+            raise AssertionError
+
+    with first:
+        pass
+    second = lock_again()
+    second.release()
+    for lease in (first, second):
+        with pytest.raises(LeaseLost) as refused, lease:
+            raise AssertionError
+        assert refused.value.reason == "released"
+        with pytest.raises(LeaseLost):
+            async_to_sync(block)(lease)
 
 
 def test_lease_as_context_manager(lock: Locks, obtainable: Obtainable) -> None:

@@ -36,6 +36,28 @@ def test_system(options: list[str], says_why: bool, tmp_path: Path) -> None:
     assert ("run_locked needs process groups" in done.stdout) is says_why
 
 
+def test_engine_without_the_app() -> None:
+    """Without the app, too, locks are released at a transaction's end."""
+    program = """
+import django
+from django.conf import settings
+memory = {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+settings.configure(DATABASES={"default": database}, DBLOCKS={"default": memory})
+django.setup()
+from django.db import transaction
+from dblocks import distributed_lock
+lock = distributed_lock("a")
+with transaction.atomic():
+    with lock:
+        pass
+    print(lock.locked())
+print(lock.locked())
+"""
+    done = run_python("-c", program)
+    assert done.stdout == "True\nFalse\n", done.stderr
+
+
 def test_drivers_of_other_databases() -> None:
     """On SQLite no other database's driver is loaded, though it is installed."""
     program = """

@@ -79,7 +79,9 @@ Leases.__enter__(self)
 Leases.__aenter__(self)
 
 FencedModel.save(self, *args, fence=Ellipsis, **kwargs)
-fencing.FencedQuerySet.fenced_update(self, fence, **values)
+FencedModel.asave(self, *args, fence=Ellipsis, **kwargs)
+fencing.FencedQuerySet.fenced_update(self, fence, /, **values)
+fencing.FencedQuerySet.afenced_update(self, fence, /, **values)
 
 models.LockQuerySet.acquire(self, key, *, owner, lease, holder='', note='', \
 permit=None)

@@ -908,14 +908,26 @@ def test_descriptor_that_is_taken_while_it_is_collected(tmp_path: Path) -> None:
 # A queue that can't be had: the waiter looks from time to time instead
 
 
-def gate_for(key: str) -> file_locks.FileLock:
+GateFor = Callable[[str], file_locks.FileLock]
+
+
+@pytest.fixture
+def gate_for() -> Iterator[GateFor]:
     """Return a gate of a key that somebody has entered, as if by another process."""
-    taken, gate = (file_locks.gate_of(connections["default"], key) for _ in range(2))
-    assert taken is not None
-    assert gate is not None
-    assert taken.try_enter()
-    gate.taken = taken  # type: ignore[attr-defined]
-    return gate
+    entered: list[file_locks.FileLock] = []
+
+    def make(key: str) -> file_locks.FileLock:
+        taken, gate = (file_locks.gate_of(connections["default"], key) for _ in "ab")
+        assert taken is not None
+        assert gate is not None
+        assert taken.try_enter()
+        gate.taken = taken  # type: ignore[attr-defined]
+        entered.append(taken)
+        return gate
+
+    yield make
+    for taken in entered:
+        taken.leave()
 
 
 def queues_for(gate: file_locks.FileLock) -> bool:
@@ -926,7 +938,9 @@ def queues_for(gate: file_locks.FileLock) -> bool:
 
 
 @pytest.mark.usefixtures("queue")
-def test_no_thread_to_queue(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_to_queue(
+    gate_for: GateFor, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where no thread can be started, the gate is closed and nothing is left open."""
 
     def fail(self: Any) -> None:
@@ -941,7 +955,9 @@ def test_no_thread_to_queue(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_too_many_queues(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_queues(
+    gate_for: GateFor, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So it is where as many threads queue as may."""
     monkeypatch.setattr(file_locks, "MOST_ASKERS", 0)
     gate = gate_for(key)
@@ -951,7 +967,7 @@ def test_too_many_queues(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_two_gates_of_a_key(key: str) -> None:
+def test_two_gates_of_a_key(gate_for: GateFor, key: str) -> None:
     """Of one process one gate queues for a key; another is told so at once."""
     first = gate_for(key)
     second = file_locks.gate_of(connections["default"], key)
@@ -966,7 +982,7 @@ def test_two_gates_of_a_key(key: str) -> None:
 
 @pytest.mark.usefixtures("queue")
 def test_file_that_cant_be_locked(
-    key: str, lock: Locks, monkeypatch: pytest.MonkeyPatch
+    gate_for: GateFor, key: str, lock: Locks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a file system without locks the gate is closed, and locks work without it."""
 
@@ -984,7 +1000,7 @@ def test_file_that_cant_be_locked(
 
 @pytest.mark.usefixtures("queue")
 def test_lock_that_fails_while_it_is_waited_for(
-    key: str, monkeypatch: pytest.MonkeyPatch
+    gate_for: GateFor, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread whose wait for the file fails ends, and hands nothing on."""
     lock_byte = file_locks._Descriptor.lock
@@ -999,3 +1015,33 @@ def test_lock_that_fails_while_it_is_waited_for(
     gate.enter(0.2)
     eventually(lambda: not queues_for(gate), what="the thread's end")
     assert not gate.held
+
+
+@pytest.mark.parametrize("state", ["held", "held here", "cooling"])
+@pytest.mark.parametrize("rows", ["without rows", "with rows"])
+def test_refused_set_writes_nothing(
+    key: str, other: OtherThread, workers: Workers, state: str, rows: str
+) -> None:
+    """Who is refused one of several keys has only read, and knows which."""
+    keys = [f"{key}:{name}" for name in "abc"]
+    if rows == "with rows":
+        distributed_lock(*keys).acquire().release()
+    match state:
+        case "held":
+            workers.start("hold", key=keys[1]).expect("held")
+        case "held here":
+            lease = other.do(distributed_lock(keys[1], lease=60).acquire)
+        case _:
+            distributed_lock(keys[1], hold_at_least=60).acquire().release()
+    before = list(DistributedLock.objects.values_list("key", "version"))
+    # Nobody has the gate of a key that cools: the write is tried, and changes nothing.
+    looking = nullcontext if state == "cooling" else only_reading
+    with looking(), pytest.raises(LockTimeout) as refused:
+        distributed_lock(*keys, timeout=0).acquire()
+    with looking():
+        assert distributed_lock(*keys).try_acquire() is None
+    assert refused.value.key == keys[1]
+    assert refused.value.retry_after > 0
+    assert list(DistributedLock.objects.values_list("key", "version")) == before
+    if state == "held here":
+        other.do(lease.release)

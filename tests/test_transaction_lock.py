@@ -527,6 +527,22 @@ def test_in_an_event_loop(key: str) -> None:
     assert async_to_sync(in_a_thread)()
 
 
+def test_in_an_event_loop_on_any_backend(key: str, settings: Any) -> None:
+    """What is wrong with the call comes before what is wrong with the backend."""
+    settings.DBLOCKS = {"memory": {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}}
+
+    async def enter() -> None:
+        with transaction_lock(key, backend="memory"):
+            pass
+
+    async def lock_row() -> None:
+        DistributedLock.objects.for_update(key)
+
+    for directly in (enter, lock_row):
+        with pytest.raises(SynchronousOnlyOperation):
+            async_to_sync(directly)()
+
+
 @FORMS
 def test_backend_without_rows(key: str, settings: Any, form: Any) -> None:
     """A backend that has no rows can't: NotSupportedError."""

@@ -250,4 +250,6 @@ def test_manager_of_the_default_backend(settings: Any) -> None:
     assert DistributedLock.objects.all().db == "default"
     settings.DBLOCKS = {"default": {"OPTIONS": {"using": "locks"}}}
     assert DistributedLock.objects.all().db == "locks"
+    assert DistributedLock.objects.db == "locks"
+    assert DistributedLock.objects.db_manager("default").db == "default"
     assert DistributedLock.objects.using("default").all().db == "default"

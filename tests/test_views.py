@@ -710,6 +710,19 @@ def test_view_as_a_helper(site: Site, lock: Any, make: Any, elsewhere: Lease) ->
     assert response.exc_info[0] is LockTimeout
 
 
+def test_static_helper(lock: Any, elsewhere: Lease) -> None:
+    """A second argument that is a request makes no view of what isn't a method."""
+
+    class Shop:
+        @staticmethod
+        @lock()
+        def pay(order: str, request: HttpRequest) -> HttpResponse:
+            return inside(request)
+
+    with pytest.raises(LockTimeout):
+        Shop.pay("order", RequestFactory().get("/"))
+
+
 def test_class_as_a_helper_of_a_class(site: Site, lock: Any, elsewhere: Lease) -> None:
     """So does a class-based view that another one calls."""
     helper = on_class(Plain, lock())

@@ -24,6 +24,7 @@ from .values import (
     Renewal,
     Renewed,
     Request,
+    Taken,
     Waiters,
     first_free,
 )
@@ -165,12 +166,12 @@ class BaseBackend(ABC):
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
-    ) -> list[Granted] | Reading | None:
+    ) -> list[Granted] | Taken | None:
         """Grant several free keys at once, or none; ``None`` if that isn't possible.
 
         After a ``None`` the caller asks for the keys one by one, and learns who has
-        one. So it does after a reading of the first key, if it has time left: the
-        engine was busy for as long as ``patience`` allows.
+        one. Where a refused caller must not write, it learns that here, and asks for
+        them one by one only if it has time left.
 
         Args:
             request: For whom, and how; its own key is ignored.

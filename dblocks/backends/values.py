@@ -160,6 +160,16 @@ class Reading:
         return self.version == grant.version + 1 and self.acquired_at is None
 
 
+class Taken(NamedTuple):
+    """The answer to a request for several keys that one of them refuses.
+
+    Nothing was written.
+    """
+
+    key: str
+    seen: Reading
+
+
 def first_free(seen: Mapping[str, Reading], keys: Sequence[str]) -> Reading:
     """Return the reading of the row that is free first; a missing row is free."""
     free = Reading()

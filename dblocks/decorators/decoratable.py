@@ -32,13 +32,16 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
             f"@{decorator} can't decorate the class {name}: decorate a function, or "
             f'a view class through method_decorator({decorator}(…), name="dispatch").'
         )
-    if any(hasattr(function, method) for method in TASK_METHODS):
+    if is_task(function):
         raise TypeError(
             f"@{decorator} can't decorate the task {name}, which would stop being "
             f"one: write @{decorator}(…) below the task's decorator."
         )
     if not callable(function):
-        raise TypeError(f"@{decorator} decorates functions, not {function!r}.")
+        raise TypeError(
+            f"@{decorator} decorates functions, not {function!r}. Above a function it "
+            f"is written with parentheses: @{decorator}(…)."
+        )
     if any(
         inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one)
         for one in (function, _call_method(function))
@@ -49,6 +52,11 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
             f"a with block, or lock the function that consumes it."
         )
     backends.check(backend)
+
+
+def is_task(function: Any) -> bool:
+    """Tell whether a function has become the task of a library."""
+    return any(hasattr(function, method) for method in TASK_METHODS)
 
 
 def is_async(function: Any) -> bool:
@@ -72,13 +80,17 @@ def is_bare(key: object, caller: FrameType) -> bool:
     A callable key looks the same but for this: the function that is being decorated
     is being defined by the caller, where it has no name yet.
     """
-    if isinstance(key, type):
+    if isinstance(key, (type, staticmethod, classmethod)) or is_task(key):
         return True
-    if not isinstance(key, FunctionType) or key.__name__ == "<lambda>":
+    # What as_view() and REST framework's api_view() make.
+    if any(
+        isinstance(getattr(key, name, None), type) for name in ("view_class", "cls")
+    ):
+        return True
+    function = inspect.unwrap(key) if callable(key) else None
+    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         return False
-    function = inspect.unwrap(key)
-    code = getattr(function, "__code__", None)
-    if not any(constant is code for constant in caller.f_code.co_consts):
+    if not any(constant is function.__code__ for constant in caller.f_code.co_consts):
         return False
     named = list(caller.f_locals.values())
     return not any(value is key or value is function for value in named)

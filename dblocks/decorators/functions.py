@@ -32,7 +32,7 @@ class _Calls:
     Attributes:
         skip: The argument that lets a call be skipped, if the lock has one.
         atomic: The argument that makes a call run in a transaction, if there is one.
-        has_self: A call's first argument may be ``self``.
+        method: The function's name, if a call's first argument may be ``self``.
         wrapper: What replaces the function.
     """
 
@@ -47,7 +47,7 @@ class _Calls:
         self.lock = lock
         self.function = function
         self.name = name_of(function)
-        self.has_self = views.is_method(function)
+        self.method = function.__name__ if views.is_method(function) else None
         self.texts = CallTexts(lock.keys, note, function)
 
     @classmethod
@@ -105,7 +105,7 @@ class _Calls:
         Raises:
             TypeError: A call as a view could be skipped.
         """
-        request = views.request_of(args, self.has_self)
+        request = views.request_of(args, self.method)
         if request is None or not views.is_view_call(self.wrapper, request, args):
             return request, None
         if self.skip:

@@ -13,6 +13,8 @@ from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
+from django.utils.functional import Promise
+
 from .. import validation
 from ..exceptions import InvalidKey
 from ..validation import Key
@@ -196,7 +198,9 @@ class _Key(_Maker):
     @staticmethod
     def accept(value: object) -> Any:
         """Return the key or keys that a callable has made."""
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        # A text that is translated later can be iterated, too.
+        is_one = isinstance(value, str | bytes | Promise)
+        if is_one or not isinstance(value, Iterable):
             return validation.key(value)
         return validation.keys(value)
 

@@ -50,11 +50,19 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     return response
 
 
-def request_of(args: tuple[Any, ...], has_self: bool) -> HttpRequest | None:
-    """Return a call's first argument, after ``self``, if it is a request."""
+def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
+    """Return a call's first argument, after ``self``, if it is a request.
+
+    Args:
+        method: The function's name, if it was defined in the body of a class.
+    """
     drf = sys.modules.get("rest_framework.request")
     kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
-    for argument in args[: 2 if has_self else 1]:
+    searched = args[:1]
+    if method and args:
+        kind = args[0] if isinstance(args[0], type) else type(args[0])
+        searched = args[:2] if hasattr(kind, method) else searched
+    for argument in searched:
         if isinstance(argument, kinds):
             return argument
     return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .. import clock
 from ..backends.gates import Gate
-from ..backends.values import Reading
+from ..backends.values import Reading, Taken
 from ..holding.holds import Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
@@ -94,13 +94,14 @@ class _Together:
 
     async def get(self) -> list[Hold] | Refused:
         """Wait until all keys are taken, or the time is over."""
-        if self._are_unknown_here():
+        if self._may_take():
             taken = await self.place.call(self._take)
             if isinstance(taken, list):
                 return taken
-            first = self.attempts[0]
-            if taken is not None and clock.monotonic() >= first.give_up:
-                return Refused(first, timed_out(first, taken))
+            if taken is not None and clock.monotonic() >= self.attempts[0].give_up:
+                keys = [attempt.key for attempt in self.attempts]
+                attempt = self.attempts[keys.index(taken.key)]
+                return Refused(attempt, timed_out(attempt, taken.seen))
         while True:
             found = await self._one_by_one()
             if isinstance(found, Refused):
@@ -114,17 +115,25 @@ class _Together:
             if clock.monotonic() >= attempt.give_up:
                 return Refused(attempt, Reading())
 
-    def _are_unknown_here(self) -> bool:
-        """Tell whether nobody in this process has one of the keys or waits for one."""
+    def _may_take(self) -> bool:
+        """Tell whether to ask for all keys together.
+
+        Not if this owner has one of them; nor, unless it only tries, if another one in
+        this process has one or waits for one.
+        """
+        if not self.attempts[0].backend.can_write():
+            return False
+        if self.attempts[0].timeout == 0:
+            return all(attempt.own_hold() is None for attempt in self.attempts)
         for attempt in self.attempts:
             hold = registry.find(attempt.backend, attempt.key)
             if hold is not None and hold.is_live():
                 return False
             if queues.find(attempt.backend, attempt.key) is not None:
                 return False
-        return self.attempts[0].backend.can_write()
+        return True
 
-    def _take(self) -> list[Hold] | Reading | None:
+    def _take(self) -> list[Hold] | Taken | None:
         first = self.attempts[0]
         keys = [attempt.key for attempt in self.attempts]
         patience = first.give_up - clock.monotonic()

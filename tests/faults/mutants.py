@@ -445,8 +445,8 @@ MUTANTS = [
     Mutant(
         "foreign code in the timer",
         "holding/news.py",
-        "            facts,\n        )\n\n    apart(news)\n\n\ndef tell_request",
-        "            facts,\n        )\n\n    news()\n\n\ndef tell_request",
+        "        )\n\n    apart(news)\n\n\ndef tell_request",
+        "        )\n\n    news()\n\n\ndef tell_request",
         ("tests/test_losses.py::test_loss_that_cant_be_logged[blocks-default]",),
         quick=SQLITE,
     ),

@@ -28,6 +28,7 @@ from ..values import (
     Renewal,
     Renewed,
     Request,
+    Taken,
     Waiters,
     first_free,
 )
@@ -126,7 +127,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
-    ) -> list[Granted] | Reading | None:
+    ) -> list[Granted] | Taken | None:
         own = connections[self.using]
         if self._are_a_tests(own, keys):
             return None
@@ -142,14 +143,14 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not _is_busy(own, error):
                 raise
-            return _see_while_busy(own, keys[:1])
+            return Taken(keys[0], _see_while_busy(own, keys[:1]))
         self._note_test(own, keys)
         transactions.warn_of_snapshot(own)
         return answer
 
     def _take_all(
         self, connection: Connection, request: Request, keys: Sequence[str]
-    ) -> list[Granted] | None:
+    ) -> list[Granted] | Taken | None:
         if not dialects.of(connection).has_row_locks:
             return one_writer.take_all(connection, request, keys)
         request.queued = not self._has_session_locks(connection)

@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...permits import row_key, row_keys
 from ..gates import GateClosed
-from ..values import PINNED_GRACE, Granted, Reading, Request, first_free
+from ..values import PINNED_GRACE, Granted, Reading, Request, Taken, first_free
 from . import permit_rows, several_rows, table
 from .connections import is_alone
 from .file_locks import FileLock, gate_of, gates_in_use
@@ -117,30 +117,38 @@ def _take_any(
 
 def take_all(
     connection: Connection, request: Request, keys: Sequence[str]
-) -> list[Granted] | None:
-    """Grant several keys that have rows and are free, all or none of them."""
+) -> list[Granted] | Taken | None:
+    """Grant several keys that have rows and are free, all or none of them.
+
+    Who is refused has only read.
+    """
     return _once_settled(lambda patient: _take_all(connection, request, keys, patient))
 
 
 def _take_all(
     connection: Connection, request: Request, keys: Sequence[str], patient: bool
-) -> list[Granted] | None:
+) -> list[Granted] | Taken | None:
     gates: dict[str, FileLock] = {}
     if not is_alone(connection) and len(keys) <= MOST_GATES:
         gates = dict(_enter(connection, keys, most=len(keys)))
     try:
-        if len(gates) < len(keys):
-            seen = table.read_all(connection, keys)
-            rest = [key for key in keys if key not in gates]
-            queues = {} if is_alone(connection) else gates_in_use(connection, rest)
-            for key in keys:
-                if key not in seen or not _is_free(seen[key], queues.get(key), patient):
-                    return None
-        granted = several_rows.take(connection, request, keys)
-        if granted is not None and len(gates) == len(keys):
-            granted = [each._replace(gate=gates[each.grant.key]) for each in granted]
-            gates = {}
-        return granted
+        if len(gates) == len(keys):
+            granted = several_rows.take(connection, request, keys)
+            if granted is not None:
+                own, gates = gates, {}
+                return [each._replace(gate=own[each.grant.key]) for each in granted]
+        seen = table.read_all(connection, keys)
+        rest = [key for key in keys if key not in gates]
+        queues = (
+            {} if is_alone(connection) or not rest else gates_in_use(connection, rest)
+        )
+        for key in keys:
+            if key in seen and not _is_free(seen[key], queues.get(key), patient):
+                owned = request.explicit and seen[key].owner == request.owner
+                return None if owned else Taken(key, seen[key])
+        if rest and len(seen) == len(keys):
+            return several_rows.take(connection, request, keys)
+        return None
     finally:
         for gate in gates.values():
             gate.leave()
