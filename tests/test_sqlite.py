@@ -912,7 +912,7 @@ GateFor = Callable[[str], file_locks.FileLock]
 
 
 @pytest.fixture
-def gate_for() -> Iterator[GateFor]:
+def gate_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateFor]:
     """Return a gate of a key that somebody has entered, as if by another process."""
     entered: list[file_locks.FileLock] = []
 
@@ -926,6 +926,7 @@ def gate_for() -> Iterator[GateFor]:
         return gate
 
     yield make
+    monkeypatch.undo()
     for taken in entered:
         taken.leave()
 
