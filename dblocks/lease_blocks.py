@@ -348,8 +348,8 @@ class LeaseBlock(ABC):
         return self
 
     def _refuse_released(self) -> None:
-        """Raise if the block would run without the lock that its line names."""
-        if self._deferred or not self._open:
+        """Raise if the block would run without a lock that its line names."""
+        if not all(each._open for each in self._each()):
             raise self._lost()
 
     async def __aexit__(

@@ -133,12 +133,13 @@ class Lease(LeaseBlock):
             observer.released(self._hold)
         if logger.isEnabledFor(logging.DEBUG) or signals.lock_released.receivers:
             facts = self._hold.facts(held_for=clock.monotonic() - self._hold.started)
-            logger.debug(
-                "released key=%(key)r permit=%(permit)s backend=%(backend)s "
-                "owner=%(owner)s fencing_token=%(fencing_token)s "
-                "held_for=%(held_for).3f",
-                signals.shown(facts),
-            )
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug(
+                    "released key=%(key)r permit=%(permit)s backend=%(backend)s "
+                    "owner=%(owner)s fencing_token=%(fencing_token)s "
+                    "held_for=%(held_for).3f",
+                    signals.shown(facts),
+                )
             sender = self._hold.sender
             signals.send(signals.lock_released, sender, **facts, lease=self)
 

@@ -425,10 +425,11 @@ def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
         observer.acquired(attempt, lease._hold)
     if logger.isEnabledFor(logging.DEBUG) or signals.lock_acquired.receivers:
         facts = lease._hold.facts(waited=clock.monotonic() - attempt.started)
-        logger.debug(
-            "acquired key=%(key)r permit=%(permit)s backend=%(backend)s "
-            "owner=%(owner)s fencing_token=%(fencing_token)s waited=%(waited).3f",
-            signals.shown(facts),
-        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "acquired key=%(key)r permit=%(permit)s backend=%(backend)s "
+                "owner=%(owner)s fencing_token=%(fencing_token)s waited=%(waited).3f",
+                signals.shown(facts),
+            )
         facts |= {"reentered": attempt.reentered, "lease": lease}
         signals.send(signals.lock_acquired, Lock, **facts)

@@ -935,16 +935,11 @@ def bare_view_class(form: Any) -> None:
     form(View.as_view())
 
 
-def bare_task(form: Any) -> None:
-    form(decorated.count)
-
-
 BARE = [
     bare_cached_function,
     bare_static_method,
     bare_class_method,
     bare_view_class,
-    bare_task,
     bare_function,
     bare_async_function,
     bare_method,
@@ -975,6 +970,40 @@ def test_callable_key_that_wraps_no_python_code() -> None:
         return current_lease().key
 
     assert job(1, 2) == "job:2"
+
+
+class KeyOf:
+    """Makes keys; it has attributes that views and tasks have, too."""
+
+    cls = Account
+
+    def __call__(self, number: int) -> str:
+        return f"job:{number}"
+
+    def send(self) -> None:
+        """Send nothing."""
+
+
+def test_callable_keys_that_look_like_views_and_tasks() -> None:
+    """What makes keys may be an object of any kind, or a static method."""
+
+    class Job:
+        @staticmethod
+        def key(number: int) -> str:
+            return f"job:{number}"
+
+        @distributed_lock(key)
+        @staticmethod
+        def static(number: int) -> str:
+            return current_lease().key
+
+        @staticmethod
+        @distributed_lock(KeyOf())
+        def by_object(number: int) -> str:
+            return current_lease().key
+
+    assert Job.static(1) == "job:1"
+    assert Job.by_object(2) == "job:2"
 
 
 def test_thing_that_is_no_function() -> None:

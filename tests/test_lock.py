@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db import transaction
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
 from dblocks.conf import backends
@@ -63,6 +64,17 @@ def test_block_of_a_released_lease(lock: Locks, acquire: Leases) -> None:
         assert refused.value.reason == "released"
         with pytest.raises(LeaseLost):
             async_to_sync(block)(lease)
+
+
+@pytest.mark.usefixtures("committed")
+def test_block_before_a_release_that_waits(lock: Locks) -> None:
+    """A lease whose release waits for a transaction's end is held until then."""
+    lease = lock().acquire()
+    with transaction.atomic():
+        lease.release()
+        with lease:
+            assert lease.held
+    assert not lease.held
 
 
 def test_lease_as_context_manager(lock: Locks, obtainable: Obtainable) -> None:

@@ -1018,6 +1018,22 @@ def test_lock_that_fails_while_it_is_waited_for(
     assert not gate.held
 
 
+@pytest.mark.usefixtures("queue")
+def test_set_beside_a_gate_that_somebody_has_entered(key: str) -> None:
+    """Nobody has a key whose gate somebody has: a try waits for that for an instant."""
+    keys = [f"{key}:{name}" for name in "ab"]
+    distributed_lock(*keys).acquire().release()
+    gate = file_locks.gate_of(connection, keys[0])
+    assert gate is not None
+    assert gate.try_enter()
+    try:
+        assert not distributed_lock(*keys).locked()
+        leases = distributed_lock(*keys, timeout=0).acquire()
+    finally:
+        gate.leave()
+    assert leases.release()
+
+
 @pytest.mark.parametrize("state", ["held", "held here", "cooling"])
 @pytest.mark.parametrize("rows", ["without rows", "with rows"])
 def test_refused_set_writes_nothing(

@@ -21,6 +21,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import ResolverMatch
 from django.utils import translation
 from django.utils.decorators import method_decorator
+from django.utils.functional import classproperty
 from django.views import View
 from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import csrf_exempt
@@ -708,6 +709,50 @@ def test_view_as_a_helper(site: Site, lock: Any, make: Any, elsewhere: Lease) ->
     response = site.serve(helped(make(lock()))).get("/")
     assert response.status_code == 500
     assert response.exc_info[0] is LockTimeout
+
+
+def pay(self: Any, request: HttpRequest) -> HttpResponse:
+    return HttpResponse(b"done")
+
+
+def test_methods_under_other_names(lock: Any, elsewhere: Lease) -> None:
+    """A method is known by the body of its class, or by its object."""
+
+    class Shop:
+        @lock()
+        def __secret(self, request: HttpRequest) -> HttpResponse:
+            return pay(self, request)
+
+        get = lock()(lambda self, request: pay(self, request))
+
+        @lock()
+        def _hidden(self, request: HttpRequest) -> HttpResponse:
+            return pay(self, request)
+
+        post = _hidden
+        del _hidden
+
+        def secret(self, request: HttpRequest) -> HttpResponse:
+            return self.__secret(request)
+
+    class Page(View):
+        get = lock()(Shop.post)
+
+    request = RequestFactory().get("/")
+    for method in (Shop().secret, Shop().get, Shop().post, Page().get):
+        assert method(request).status_code == 423
+
+
+def test_class_property(lock: Any) -> None:
+    """A property of a class isn't asked for its value by the search for a request."""
+
+    class Shop:
+        @classproperty
+        @lock(timeout=0)
+        def keys(cls) -> str:
+            return current_lease().key
+
+    assert Shop.keys
 
 
 def test_static_helper(lock: Any, elsewhere: Lease) -> None:

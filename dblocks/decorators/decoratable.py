@@ -32,7 +32,7 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
             f"@{decorator} can't decorate the class {name}: decorate a function, or "
             f'a view class through method_decorator({decorator}(…), name="dispatch").'
         )
-    if is_task(function):
+    if any(hasattr(function, method) for method in TASK_METHODS):
         raise TypeError(
             f"@{decorator} can't decorate the task {name}, which would stop being "
             f"one: write @{decorator}(…) below the task's decorator."
@@ -52,11 +52,6 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
             f"a with block, or lock the function that consumes it."
         )
     backends.check(backend)
-
-
-def is_task(function: Any) -> bool:
-    """Tell whether a function has become the task of a library."""
-    return any(hasattr(function, method) for method in TASK_METHODS)
 
 
 def is_async(function: Any) -> bool:
@@ -80,20 +75,23 @@ def is_bare(key: object, caller: FrameType) -> bool:
     A callable key looks the same but for this: the function that is being decorated
     is being defined by the caller, where it has no name yet.
     """
-    if isinstance(key, (type, staticmethod, classmethod)) or is_task(key):
+    if isinstance(key, type):
+        return True
+    named = list(caller.f_locals.values())
+    if any(value is key for value in named):
+        return False
+    if isinstance(key, (staticmethod, classmethod)):
         return True
     # What as_view() and REST framework's api_view() make.
-    if any(
-        isinstance(getattr(key, name, None), type) for name in ("view_class", "cls")
-    ):
+    views = [getattr(key, name, None) for name in ("view_class", "cls")]
+    if isinstance(key, FunctionType) and any(isinstance(each, type) for each in views):
         return True
     function = inspect.unwrap(key) if callable(key) else None
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         return False
     if not any(constant is function.__code__ for constant in caller.f_code.co_consts):
         return False
-    named = list(caller.f_locals.values())
-    return not any(value is key or value is function for value in named)
+    return not any(value is function for value in named)
 
 
 def bound_to(kind: type[T], function: Any, args: tuple[Any, ...]) -> T | None:

@@ -32,7 +32,7 @@ class _Calls:
     Attributes:
         skip: The argument that lets a call be skipped, if the lock has one.
         atomic: The argument that makes a call run in a transaction, if there is one.
-        method: The function's name, if a call's first argument may be ``self``.
+        method: The function's qualified name, if the body of a class defines it.
         wrapper: What replaces the function.
     """
 
@@ -47,7 +47,7 @@ class _Calls:
         self.lock = lock
         self.function = function
         self.name = name_of(function)
-        self.method = function.__name__ if views.is_method(function) else None
+        self.method = function.__qualname__ if views.is_method(function) else None
         self.texts = CallTexts(lock.keys, note, function)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from operator import attrgetter
@@ -54,18 +55,28 @@ def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
     """Return a call's first argument, after ``self``, if it is a request.
 
     Args:
-        method: The function's name, if it was defined in the body of a class.
+        method: The function's qualified name, if the body of a class defines it.
     """
     drf = sys.modules.get("rest_framework.request")
     kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
-    searched = args[:1]
-    if method and args:
-        kind = args[0] if isinstance(args[0], type) else type(args[0])
-        searched = args[:2] if hasattr(kind, method) else searched
-    for argument in searched:
+    has_self = bool(method and args and _is_self(args[0], method))
+    for argument in args[: 2 if has_self else 1]:
         if isinstance(argument, kinds):
             return argument
     return None
+
+
+def _is_self(value: Any, method: str) -> bool:
+    """Tell whether a value is the object, or the class, that a method is called on."""
+    if isinstance(value, View):
+        return True
+    scope, _, name = method.rpartition(".")
+    kind: type = value if isinstance(value, type) else type(value)
+    # Not hasattr(), which runs properties.
+    return any(
+        each.__qualname__ == scope or name in vars(each)
+        for each in (*inspect.getmro(kind), *inspect.getmro(type(kind)))
+    )
 
 
 def is_method(function: Any) -> bool:

@@ -118,12 +118,13 @@ class _Together:
     def _may_take(self) -> bool:
         """Tell whether to ask for all keys together.
 
-        Not if this owner has one of them; nor, unless it only tries, if another one in
-        this process has one or waits for one.
+        Not if this owner has one of them; nor if another one in this process has one or
+        waits for one, except for a try where that is refused by reading.
         """
-        if not self.attempts[0].backend.can_write():
+        first = self.attempts[0]
+        if not first.backend.can_write():
             return False
-        if self.attempts[0].timeout == 0:
+        if first.timeout == 0 and first.backend.is_local:
             return all(attempt.own_hold() is None for attempt in self.attempts)
         for attempt in self.attempts:
             hold = registry.find(attempt.backend, attempt.key)

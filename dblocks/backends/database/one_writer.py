@@ -143,9 +143,12 @@ def _take_all(
             {} if is_alone(connection) or not rest else gates_in_use(connection, rest)
         )
         for key in keys:
-            if key in seen and not _is_free(seen[key], queues.get(key), patient):
+            if key in seen and seen[key].remaining > 0:
                 owned = request.explicit and seen[key].owner == request.owner
                 return None if owned else Taken(key, seen[key])
+        for key in keys:
+            if key in seen and not _is_free(seen[key], queues.get(key), patient):
+                return None
         if rest and len(seen) == len(keys):
             return several_rows.take(connection, request, keys)
         return None
