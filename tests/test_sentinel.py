@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any, TypeVar
 
 import pytest
@@ -56,13 +57,17 @@ def service(settings: Any) -> Iterator[tuple[Redis, Redis]]:
         after = ["--replicaof", f"{HOST} {master.port}"]
         replica = stack.enter_context(Redis(arguments=after))
         inside: Any = redis.Redis.from_url(replica.url(), decode_responses=True)
-        eventually(lambda: inside.info()["master_link_status"] == "up", what="the copy")
+        with closing(inside):
+            eventually(
+                lambda: inside.info()["master_link_status"] == "up", what="the copy"
+            )
         sentinel = stack.enter_context(Sentinel(master))
         watch: Any = redis.Redis(HOST, sentinel.port, decode_responses=True)
-        eventually(
-            lambda: watch.sentinel_master("service")["num-slaves"] == 1,
-            what="the news of the replica",
-        )
+        with closing(watch):
+            eventually(
+                lambda: watch.sentinel_master("service")["num-slaves"] == 1,
+                what="the news of the replica",
+            )
         entry = {
             "BACKEND": BACKEND,
             "LOCATION": "redis://service/0",
@@ -103,7 +108,8 @@ def until_role(server: Redis, role: str) -> None:
             return bool(inside.info()["role"] == role)
         return False
 
-    eventually(has_it, what=f"a new {role}")
+    with closing(inside):
+        eventually(has_it, what=f"a new {role}")
 
 
 @pytest.mark.timeout(90)
@@ -160,6 +166,35 @@ def attempt(key: str) -> Any:
         return distributed_lock(key, owner="other").try_acquire()
     except RedisError:
         return None
+
+
+def test_forgotten_client(
+    service: tuple[Redis, Redis],
+    settings: Any,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has opened to Sentinel is closed with it, not left to the collector.
+
+    That may look at a socket before it looks at the one who would close it.
+    """
+    monkeypatch.setattr(redis.Redis, "__del__", lambda self: None)
+    with distributed_lock(key):
+        pass
+    opened = [
+        connection
+        for connection in gc.get_objects()
+        if type(connection) is redis.connection.Connection
+        and connection._sock is not None
+    ]
+    assert opened
+    settings.DBLOCKS = {}
+
+    def are_closed() -> bool:
+        gc.collect()
+        return all(each._sock is None for each in opened)
+
+    eventually(are_closed, what="the end of the connections")
 
 
 def test_no_sentinel(settings: Any, key: str) -> None:

@@ -80,8 +80,6 @@ class Client:
         self._patience = patience
         self._pid = os.getpid()
         self._idle: deque[Any] = deque()
-        # The collector would warn of sockets left to it: a connection is in a cycle.
-        weakref.finalize(self, _close, self._idle).atexit = False
         #: The server's name without user and password.
         self.name = _name(alias, location)
         try:
@@ -92,6 +90,8 @@ class Client:
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
             ) from error
+        # The collector would warn of sockets left to it: a connection is in a cycle.
+        weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
 
     def send(
         self,
@@ -267,6 +267,13 @@ def _close(connections: deque[Any]) -> None:
     with suppress(IndexError):
         while True:
             connections.pop().disconnect()
+
+
+def _close_all(connections: deque[Any], pool: Any) -> None:
+    _close(connections)
+    manager = getattr(pool, "sentinel_manager", None)
+    for watch in manager.sentinels if manager else ():
+        watch.connection_pool.disconnect()
 
 
 def _name(alias: str, location: str) -> str:
