@@ -181,10 +181,13 @@ def test_forgotten_client(
     monkeypatch.setattr(redis.Redis, "__del__", lambda self: None)
     with distributed_lock(key):
         pass
+    [(_, port)] = settings.DBLOCKS["default"]["OPTIONS"]["sentinels"]
+    # Not those of other tests' clients.
     opened = [
         connection
         for connection in gc.get_objects()
         if type(connection) is redis.connection.Connection
+        and connection.port == port
         and connection._sock is not None
     ]
     assert opened
