@@ -5,8 +5,7 @@ can't break locking. ``sender`` is the class :class:`dblocks.locks.Lock`; for a 
 release it is the model or the backend's class. Every signal has ``key`` (``str``),
 ``permit`` (its number, or ``None`` for a lock without permits) and ``backend`` (the
 alias in ``DBLOCKS``; ``None`` for a force release in a database, which ``using``
-names). Durations are
-seconds. Keys that are taken together have a signal each.
+names). Durations are seconds. Keys that are taken together have a signal each.
 """
 
 from __future__ import annotations
@@ -65,9 +64,10 @@ def send(signal: Signal, sender: object, **facts: object) -> None:
 
 
 class Observer(Protocol):
-    """Is told of grants, time-outs, releases and losses, with less effort; can't raise.
+    """Is told of grants, time-outs, releases and losses, with less effort.
 
-    It is told where their signals are sent, and of a grant in the context of who asked.
+    Where their signals are sent, and of a grant in the context of who asked. It must
+    not raise.
     """
 
     def acquired(self, attempt: Attempt, hold: Hold) -> None: ...

@@ -258,10 +258,12 @@ class Configuration:
         own = {name for name, where in ONCE.items() if where == self.name}
         if self.engine is not None:
             return sorted(CONTRACT | own)
+        found = {*(MODULES if short else self.only)} - ONCE.keys() | own
         if short:
-            return sorted({*MODULES} - ONCE.keys() - LONG | own - LONG)
-        found = {*self.only} - ONCE.keys() | own
-        return sorted(found & BRIEF if brief else found)
+            found -= LONG
+        if brief:
+            found &= BRIEF
+        return sorted(found)
 
 
 CONFIGURATIONS = {

@@ -767,8 +767,8 @@ def test_migrate_under_an_engine(
 # Many at once
 
 
-def test_started_at_once(commands: Commands, key: str) -> None:
-    """Some that are started at once with --hold-at-least run the command once."""
+def test_ten_at_once(commands: Commands, key: str) -> None:
+    """Ten that are started at once with --hold-at-least run the command once."""
     file = commands.file()
     processes = [
         commands.start(
@@ -776,7 +776,7 @@ def test_started_at_once(commands: Commands, key: str) -> None:
             *[key, "--skip-if-locked", "--hold-at-least", "30"],
             *shell("echo $$ >> {file}", file),
         )
-        for _ in range(5)
+        for _ in range(10)
     ]
     for process in processes:
         assert finish(process, within=3 * DEADLINE) == (0, "", "")
@@ -807,13 +807,13 @@ def test_missing_table(commands: Commands, key: str, empty_database: str) -> Non
 
 
 def test_first_deployment(commands: Commands, key: str, empty_database: str) -> None:
-    """Machines that start the first migrate at once: one of them does it."""
+    """Ten machines that start the first migrate at once: one of them does it."""
     env = environment(NAME=empty_database)
     arguments = [
         *["run_locked", "migrate", "--skip-if-locked", "--hold-at-least", "60"],
         *["--django", "--", "migrate", "--verbosity", "0"],
     ]
-    processes = [commands.start(*arguments, env=env) for _ in range(5)]
+    processes = [commands.start(*arguments, env=env) for _ in range(10)]
     for process in processes:
         status, out, err = finish(process, within=3 * DEADLINE)
         assert (status, out) == (0, ""), err

@@ -917,7 +917,8 @@ def gate_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[GateFor]:
     entered: list[file_locks.FileLock] = []
 
     def make(key: str) -> file_locks.FileLock:
-        taken, gate = (file_locks.gate_of(connections["default"], key) for _ in "ab")
+        taken = file_locks.gate_of(connection, key)
+        gate = file_locks.gate_of(connection, key)
         assert taken is not None
         assert gate is not None
         assert taken.try_enter()

@@ -47,7 +47,7 @@ class _Calls:
         self.lock = lock
         self.function = function
         self.name = name_of(function)
-        self.method = function.__qualname__ if views.is_method(function) else None
+        self.method = views.method_name(function)
         self.texts = CallTexts(lock.keys, note, function)
 
     @classmethod

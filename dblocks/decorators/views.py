@@ -55,7 +55,7 @@ def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
     """Return a call's first argument, after ``self``, if it is a request.
 
     Args:
-        method: The function's qualified name, if the body of a class defines it.
+        method: What :func:`method_name` says of the function.
     """
     drf = sys.modules.get("rest_framework.request")
     kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
@@ -79,10 +79,11 @@ def _is_self(value: Any, method: str) -> bool:
     )
 
 
-def is_method(function: Any) -> bool:
-    """Tell whether a function was defined in the body of a class."""
-    scope = getattr(function, "__qualname__", "").rpartition(".")[0]
-    return bool(scope) and not scope.endswith("<locals>")
+def method_name(function: Any) -> str | None:
+    """Return a function's qualified name, if the body of a class defines it."""
+    name: str = getattr(function, "__qualname__", "")
+    scope = name.rpartition(".")[0]
+    return name if scope and not scope.endswith("<locals>") else None
 
 
 def django_request(request: Any) -> HttpRequest:

@@ -99,8 +99,7 @@ class _Together:
             if isinstance(taken, list):
                 return taken
             if taken is not None and clock.monotonic() >= self.attempts[0].give_up:
-                keys = [attempt.key for attempt in self.attempts]
-                attempt = self.attempts[keys.index(taken.key)]
+                attempt = next(x for x in self.attempts if x.key == taken.key)
                 return Refused(attempt, timed_out(attempt, taken.seen))
         while True:
             found = await self._one_by_one()

@@ -213,7 +213,8 @@ def gates_in_use(connection: Connection, keys: Sequence[str]) -> dict[str, FileL
 
     The kernel is asked once if nobody uses any gate of the file.
     """
-    if (first := gate_of(connection, keys[0])) is None or first.is_free(of_all=True):
+    first = gate_of(connection, keys[0]) if keys else None
+    if first is None or first.is_free(of_all=True):
         return {}
     gates = {key: gate for key in keys if (gate := gate_of(connection, key))}
     return {key: gate for key, gate in gates.items() if not gate.is_free()}

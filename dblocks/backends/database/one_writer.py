@@ -120,7 +120,7 @@ def take_all(
 ) -> list[Granted] | Taken | None:
     """Grant several keys that have rows and are free, all or none of them.
 
-    Who is refused has only read.
+    Who is refused has changed nothing.
     """
     return _once_settled(lambda patient: _take_all(connection, request, keys, patient))
 
@@ -139,9 +139,7 @@ def _take_all(
                 return [each._replace(gate=own[each.grant.key]) for each in granted]
         seen = table.read_all(connection, keys)
         rest = [key for key in keys if key not in gates]
-        queues = (
-            {} if is_alone(connection) or not rest else gates_in_use(connection, rest)
-        )
+        queues = {} if is_alone(connection) else gates_in_use(connection, rest)
         for key in keys:
             if key in seen and seen[key].remaining > 0:
                 owned = request.explicit and seen[key].owner == request.owner
