@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 3, 8
+FEWEST_JOBS, MOST_JOBS = 2, 8
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.

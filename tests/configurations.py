@@ -240,7 +240,7 @@ class Configuration:
             # processor's time.
             "PYTHONMALLOC": "pymalloc",
             # Other runs want the processors too, and late renewals turn tests red.
-            "DBLOCKS_TEST_SLOWNESS": os.environ.get("DBLOCKS_TEST_SLOWNESS", "1.5"),
+            "DBLOCKS_TEST_SLOWNESS": os.environ.get("DBLOCKS_TEST_SLOWNESS", "2"),
         }
         if not self.faults:
             environment["LOCKS_DATABASE_URL"] = urls[1]

@@ -68,7 +68,7 @@ class Member:
             lambda: self.saw(event) or self.saw("error") or self.ended, within, event
         )
         told = self.saw(event)
-        assert told is not None, (event, self.told[-3:])
+        assert told is not None, (event, self.told[-6:])
         return told
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
 
     So it has a set of keys, whose holder died, or the permit of one that died.
     """
-    lease, delays = 1.0, []
+    lease, delays = pick(scaled(2.0), 1.0), []
     for batch in range(counts(1, 30)):
         asked = [
             Asked.of_kind(kind, f"{key}:{batch}:{kind}:{number}")
@@ -89,7 +89,7 @@ def test_killed_holders(crew: Crew, key: str, figures: Figures) -> None:
 def test_killed_between_two_grants(crew: Crew, key: str, figures: Figures) -> None:
     """F1: who dies with a part of a set leaves a lease that lapses, and no deadlock."""
     first, second, third = keys = [f"{key}:{number}" for number in (1, 2, 3)]
-    lease, delays = 1.0, []
+    lease, delays = pick(scaled(2.0), 1.0), []
     for _ in range(counts(1, 30)):
         with distributed_lock(second).acquire(timeout=0):
             victim = crew.fork("wait", key=keys, timeout=20, lease=lease)

@@ -19,10 +19,10 @@ from tests.faults.clocks import faketime
 from tests.faults.crew import Crew
 from tests.faults.history import Event, verify
 from tests.faults.kinds import KINDS, Asked, grants_in, row_of
-from tests.faults.scale import FULL, SEED, counts
+from tests.faults.scale import FULL, SEED, counts, pick
 from tests.support import services
 from tests.support.factories import stored
-from tests.support.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.testapp.models import Account
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -110,7 +110,7 @@ def test_server_down_for_longer_than_the_lease(
     private: services.Server, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F8: holders know by their deadline that they have nothing any more."""
-    lease, down = 1.5, 2.5
+    lease, down = pick(scaled(2.0), 1.5), pick(scaled(3.0), 2.5)
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     row = {"until": time.monotonic() + 4 * DEADLINE, "lease": lease}
