@@ -24,16 +24,18 @@ else:
     # Not the function itself, which freezegun would replace here too.
     _read = partial(time.monotonic)
 
+monotonic: Callable[[], float] = _read
+"""Returns seconds on the local clock; only differences have a meaning."""
 
 _ahead = 0.0
 
 
-def monotonic() -> float:
-    """Return seconds on the local clock; only differences have a meaning."""
-    return _read() + _ahead
-
-
 def advance(seconds: float) -> None:
     """Move the clock of this process forward; for tests only."""
-    global _ahead
+    global monotonic, _ahead
     _ahead += seconds
+    monotonic = _moved
+
+
+def _moved() -> float:
+    return _read() + _ahead

@@ -331,7 +331,8 @@ class LeaseBlock(ABC):
 
     def _leave(self, exc_type: type[BaseException] | None) -> None:
         try:
-            self._release_or_defer()
+            if self._release_or_defer():
+                return
         except self._backend.errors as error:
             self._forsake()
             self._log_lapse(error)

@@ -1052,6 +1052,23 @@ def test_refused(function: Any, word: str, form: Any) -> None:
         form("k")(function)
 
 
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_coroutine_of_a_sync_function(key: str, form: Any) -> None:
+    """What would run after the release is refused: a wrapper hides that it is async."""
+    ran = []
+
+    async def job() -> None:
+        ran.append(True)
+
+    def wrapper() -> Any:
+        return job()
+
+    with pytest.raises(TypeError, match="coroutine"):
+        asyncio.run(form(key)(wrapper)())
+    assert not ran
+    assert not distributed_lock(key).locked()
+
+
 TASK_METHODS = {
     "Celery": "apply_async",
     "RQ": "delay",

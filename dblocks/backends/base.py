@@ -16,6 +16,7 @@ from .. import validation
 from ..signals import announce_force_release, log_request
 from .gates import Gate
 from .values import (
+    UNBOUND,
     Binding,
     Entry,
     Grant,
@@ -346,7 +347,7 @@ class BaseBackend(ABC):
 
     def binding(self) -> Binding:
         """Return what binds a grant to this thread, if anything does."""
-        return Binding()
+        return UNBOUND
 
     def is_in_test_case(self) -> bool:
         """Tell whether a ``TestCase`` in any thread wraps work on this engine."""

@@ -68,6 +68,10 @@ class Binding(NamedTuple):
     renewal_bar: Callable[[], bool] | None = None
 
 
+UNBOUND = Binding()
+"""Binds nothing."""
+
+
 @dataclass(slots=True)
 class Request:
     """What an owner asks for.

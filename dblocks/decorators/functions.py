@@ -81,6 +81,23 @@ class _Calls:
         """Run a sync function, or begin to run an async class-based view."""
         raise NotImplementedError
 
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        """Call the sync function; the lock is released when it returns.
+
+        Raises:
+            TypeError: It returns a coroutine, which would run after that.
+        """
+        response = self.function(*args, **kwargs)
+        if inspect.iscoroutine(response):
+            response.close()
+            raise TypeError(
+                f"{self.name} is decorated as a sync function and returned a "
+                f"coroutine, which would run without the lock. Whatever wraps the "
+                f"async function must be async itself, or marked with "
+                f"asgiref.sync.markcoroutinefunction()."
+            )
+        return response
+
     def make_texts(self, args: Args, kwargs: Kwargs) -> CallText:
         """Return the keys and the note of a call."""
         if not settings.DEBUG:
@@ -176,7 +193,7 @@ class LeaseCalls(_Calls):
             return self._locked_out(error, args, kwargs, of_view)
         late = LateWork.of(of_view, self.name)
         with lease, under(lease):
-            response = self.function(*args, **kwargs)
+            response = self.call(args, kwargs)
         if late is not None:
             late.warn(response)
         return response
@@ -257,7 +274,7 @@ class RowCalls(_Calls):
             if row is None:
                 return None
             late = LateWork.of(of_view, self.name)
-            response = self.function(*args, **kwargs)
+            response = self.call(args, kwargs)
         if late is not None:
             late.warn(response)
         return response

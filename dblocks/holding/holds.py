@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from asyncio import AbstractEventLoop
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,7 +30,7 @@ PATIENCE = 1.0
 
 RELEASED = "released"
 
-Callbacks = deque[tuple["weakref.ref[Any]", Callable[[Any], object]]]
+Callbacks = list[tuple["weakref.ref[Any]", Callable[[Any], object]]]
 """Functions, each to be called once, with a lease if that is still referred to."""
 
 
@@ -138,8 +137,8 @@ class Hold:
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
         self.binding = claim.backend.binding()
-        self.loss_callbacks: Callbacks = deque()
-        self.request_callbacks: Callbacks = deque()
+        self.loss_callbacks: Callbacks = []
+        self.request_callbacks: Callbacks = []
         self._requests: dict[str, object] = {}
         #: One verb at a time writes the row. It may wait there for a transaction of
         #: another thread of the owner, so that one must not wait for this for long.
@@ -354,7 +353,7 @@ class Hold:
         self._count_one_less()
         if self.counted == 0:
             registry.discard(self)
-        if self.lost_reason is not None and not final:
+        if self._end and not final and self.lost_reason is not None:
             return False
         return None if len(self.written) > self.counted and self._take_out() else True
 

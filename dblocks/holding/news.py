@@ -125,7 +125,7 @@ def _run_one() -> None:
 def _run(callbacks: Callbacks) -> None:
     with suppress(IndexError):
         while True:
-            ref, callback = callbacks.popleft()
+            ref, callback = callbacks.pop(0)
             lease = ref()
             if lease is not None and not lease._is_released:
                 _guarded(callback, lease)

@@ -581,11 +581,10 @@ MUTANTS = [
     Mutant(
         "a lease that is left to lapse is renewed",
         "lease_blocks.py",
-        "            self._release_or_defer()\n"
+        "                return\n"
         "        except self._backend.errors as error:\n"
         "            self._forsake()\n",
-        "            self._release_or_defer()\n"
-        "        except self._backend.errors as error:\n",
+        "                return\n        except self._backend.errors as error:\n",
         ("tests/test_losses.py::test_left_to_lapse[default]",),
         quick=MYSQL,
     ),

@@ -21,6 +21,7 @@ from ...permits import apart, row_keys
 from ..base import Renewer
 from ..gates import Gate
 from ..values import (
+    UNBOUND,
     Binding,
     Grant,
     Granted,
@@ -111,8 +112,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             if not _is_busy(own, error):
                 raise
             answer = _see_while_busy(own, keys)
-        self._note_test(own, keys)
-        transactions.warn_of_snapshot(own)
+        if own.in_atomic_block:
+            self._note_block(own, keys)
         if isinstance(answer, Reading) and answer.remaining <= 0:
             transactions.refuse_own_row_lock(own.alias, request.key)
         return answer
@@ -144,8 +145,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             if not _is_busy(own, error):
                 raise
             return Taken(keys[0], _see_while_busy(own, keys[:1]))
-        self._note_test(own, keys)
-        transactions.warn_of_snapshot(own)
+        if own.in_atomic_block:
+            self._note_block(own, keys)
         return answer
 
     def _take_all(
@@ -268,9 +269,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         if not dialects.of(own).has_row_locks:
             # A transaction that has read can't write once somebody else has written.
             bar = partial(transactions.in_transaction, own)
-        if transactions.in_test_case(own):
+        if own.in_atomic_block and transactions.in_test_case(own):
             return Binding(own, transactions.end_of_test(own), bar)
-        return Binding(renewal_bar=bar)
+        return Binding(renewal_bar=bar) if bar else UNBOUND
 
     def is_in_test_case(self) -> bool:
         return transactions.test_case_is_open(self.using)
@@ -283,10 +284,11 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     ) -> None:
         self._owed[renewal.grant] = connection, renewal, answer
 
-    def _note_test(self, own: Connection, keys: Sequence[str]) -> None:
+    def _note_block(self, own: Connection, keys: Sequence[str]) -> None:
         if transactions.in_test_case(own):
             for key in keys:
                 _of_tests[own.alias, key] = own, own.atomic_blocks[0]
+        transactions.warn_of_snapshot(own)
 
     def _are_a_tests(self, own: Connection, keys: Sequence[str]) -> bool:
         """Tell whether a row may be in the transaction of another thread's test.

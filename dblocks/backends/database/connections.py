@@ -192,8 +192,9 @@ def run(
         connection = spare or connection
         _thread.busy.append(connection)
         try:
-            with dialects.of(connection).waiting(connection, patience, waited):
-                result = operation(connection, *arguments)
+            result = dialects.of(connection).call(
+                operation, connection, *arguments, patience=patience, waited=waited
+            )
             served = True
             return result
         except (DatabaseError, InterfaceError) as error:
@@ -212,7 +213,7 @@ def run(
             _thread.busy.remove(connection)
             if spare is not None:
                 _put_away(spare, served=served)
-            else:
+            elif connection is not own:
                 discard_if_idle(own, connection)
         attempt += 1
         time.sleep(dialect.pause(attempt))

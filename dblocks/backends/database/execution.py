@@ -54,7 +54,12 @@ def execute(connection: Connection, sql: str, values: Values) -> tuple[int, int 
     A signal handler or the garbage collector may run another one there in between,
     whose reply must not be taken for this one's.
     """
-    dialect = dialects.of(connection)
+    return _execute(dialects.of(connection), connection, sql, values)
+
+
+def _execute(
+    dialect: Dialect, connection: Connection, sql: str, values: Values
+) -> tuple[int, int | None]:
     with dialect.cursor(connection) as cursor:
         if dialect.returns_rows:
             dialects.send(cursor, *_filled(dialect, sql, values))
@@ -87,8 +92,9 @@ def changes(connection: Connection, sql: str, values: Values) -> bool:
 
 def write(connection: Connection, name: str, grant: Grant, **values: object) -> bool:
     """Run the statement of that name; tell whether the grant was current."""
-    sql = getattr(statements.of(dialects.of(connection)), name)
-    return changes(connection, sql, {**grant._asdict(), **values})
+    dialect = dialects.of(connection)
+    sql = getattr(statements.of(dialect), name)
+    return bool(_execute(dialect, connection, sql, {**grant._asdict(), **values})[0])
 
 
 def fetch(
@@ -106,7 +112,7 @@ def new_version(connection: Connection, sql: str, values: Values) -> int | None:
     """Run a statement that grants; the new version, or ``None`` if it didn't."""
     dialect = dialects.of(connection)
     if not dialect.returns_rows:
-        rowcount, version = execute(connection, sql, values)
+        rowcount, version = _execute(dialect, connection, sql, values)
         return version if rowcount else None
     rows = fetch(connection, sql, values, again=True)
     if not rows:

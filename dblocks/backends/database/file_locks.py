@@ -20,11 +20,11 @@ import os
 import struct
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from typing import ClassVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
@@ -64,19 +64,53 @@ def _flock(kind: int, byte: int, length: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
 
 
-class _Descriptor:
-    """An open file description, which locks bytes for one gate at a time."""
+class _File:
+    """An open file description."""
 
-    _number = -1
+    #: After a fork the child closes them.
+    all_open: ClassVar[set[_File]] = set()
+
+    number = -1
+
+    def __init__(self, path: str) -> None:
+        self.name = path + SUFFIX
+        # As SQLite does for its own files next to the database.
+        mode = os.stat(path).st_mode & 0o666
+        self.number = os.open(self.name, os.O_RDWR | os.O_CREAT, mode)
+        file = os.fstat(self.number)
+        self._identity = file.st_ino, file.st_dev
+        self.all_open.add(self)
+
+    def is_current(self) -> bool:
+        """Tell whether this is still the file that others would open."""
+        try:
+            file = os.stat(self.name)
+        except FileNotFoundError:
+            return False
+        return (file.st_ino, file.st_dev) == self._identity
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            self.all_open.discard(self)
+            os.close(number)
+
+    def __del__(self) -> None:
+        # An interrupt has kept it from being noted as open.
+        self.close()
+
+
+_CLOSED = _File.__new__(_File)
+
+
+class _Descriptor:
+    """The use of an open file description, by one gate at a time."""
+
+    _file = _CLOSED
 
     def __init__(self, path: str) -> None:
         self._path = path
-        # As SQLite does for its own files next to the database.
-        mode = os.stat(path).st_mode & 0o666
-        self._number = os.open(path + SUFFIX, os.O_RDWR | os.O_CREAT, mode)
-        file = os.fstat(self._number)
-        self._file = file.st_ino, file.st_dev
-        _open.add(self)
+        self._file = _File(path)
 
     @classmethod
     def take(cls, path: str) -> _Descriptor:
@@ -84,19 +118,11 @@ class _Descriptor:
             idle = _idle[path]
             while True:
                 descriptor = idle.pop()
-                if descriptor.is_current():
+                if descriptor._file.is_current():
                     return descriptor
                 descriptor.close()
         except (KeyError, IndexError):
             return cls(path)
-
-    def is_current(self) -> bool:
-        """Tell whether this is still the file that others would open."""
-        try:
-            file = os.stat(self._path + SUFFIX)
-        except FileNotFoundError:
-            return False
-        return (file.st_ino, file.st_dev) == self._file
 
     def give_back(self) -> None:
         """Keep it, without locks, for the next gate."""
@@ -107,10 +133,9 @@ class _Descriptor:
         # As a new object: the garbage collector may be about to finalize this one, if
         # the gate that gives it back is garbage too.
         kept = _Descriptor.__new__(_Descriptor)
-        kept._path, kept._file = self._path, self._file
-        kept._number, self._number = self._number, -1
-        if kept._number >= 0:
-            _open.add(kept)
+        kept._path = self._path
+        kept._file, self._file = self._file, _CLOSED
+        if kept._file.number >= 0:
             idle.append(kept)
 
     def __del__(self) -> None:
@@ -134,19 +159,17 @@ class _Descriptor:
         return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
 
     def unlock(self, byte: int) -> None:
-        if self._number >= 0:
+        if self._file.number >= 0:
             self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
     def _call(self, command: int, kind: int, byte: int, length: int = 1) -> bytes:
-        return fcntl.fcntl(self._number, command, _flock(kind, byte, length))
+        return fcntl.fcntl(self._file.number, command, _flock(kind, byte, length))
 
     def close(self) -> None:
-        number, self._number = self._number, -1
-        if number >= 0:
-            os.close(number)
+        file, self._file = self._file, _CLOSED
+        file.close()
 
 
-_open: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
 _idle: dict[str, deque[_Descriptor]] = {}
 
 _mutex = threading.RLock()
@@ -329,9 +352,9 @@ def _forget_after_fork() -> None:
     _mutex = threading.RLock()
     _askers.clear()
     _idle.clear()
-    for descriptor in list(_open):
+    for file in list(_File.all_open):
         # The parent's locks belong to the description, and stay.
-        descriptor.close()
+        file.close()
 
 
 forks.in_child(_forget_after_fork)

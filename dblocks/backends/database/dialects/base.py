@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.checks import CheckMessage
 from django.db import DatabaseError, Error
@@ -15,8 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
 
-UNBOUNDED = nullcontext()
-"""Bounds nothing. One for all: making one takes longer than entering it."""
+T = TypeVar("T")
 
 Shape = Callable[..., str]
 """Makes a part of a statement from its parts."""
@@ -187,14 +186,19 @@ class Dialect:
         """Return the seconds for which a statement waits for others by itself."""
         return 1.0
 
-    def waiting(
-        self, connection: Connection, patience: float | None, waited: float
-    ) -> AbstractContextManager[object]:
-        """Bound how long a statement waits for the one writer, in seconds.
+    def call(
+        self,
+        operation: Callable[..., T],
+        connection: Connection,
+        *arguments: object,
+        patience: float | None,
+        waited: float,
+    ) -> T:
+        """Run an operation; bound how long it waits for the one writer, in seconds.
 
         ``waited``: how long it has been repeated by now.
         """
-        return UNBOUNDED
+        return operation(connection, *arguments)
 
     def pause(self, attempt: int) -> float:
         """Return the seconds before the next attempt, which follows so many."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -12,7 +11,7 @@ from django.db import OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
-from .base import UNBOUNDED, Dialect
+from .base import Dialect, T
 
 STARVED = 0.9
 """Seconds for which dblocks gives way to readers, with a rollback journal."""
@@ -115,11 +114,25 @@ class SQLite(Dialect):
     def sits_out(self, connection: Connection) -> float:
         return max(1.0, _timeout(connection))
 
-    def waiting(
+    def call(
+        self,
+        operation: Callable[..., T],
+        connection: Connection,
+        *arguments: object,
+        patience: float | None,
+        waited: float,
+    ) -> T:
+        limit = self._limit(connection, patience, waited)
+        if limit is None:
+            return operation(connection, *arguments)
+        with limit:
+            return operation(connection, *arguments)
+
+    def _limit(
         self, connection: Connection, patience: float | None, waited: float
-    ) -> AbstractContextManager[object]:
+    ) -> BusyTimeout | None:
         if connection.in_atomic_block:
-            return UNBOUNDED
+            return None
         if connection.connection is None:
             connection.ensure_connection()
         if not _has_wal(connection):
@@ -129,7 +142,7 @@ class SQLite(Dialect):
             return BusyTimeout(connection, 0.0 if waited < STARVED else 0.1)
         if patience is None:
             if _timeout(connection) > BRIEF:
-                return UNBOUNDED
+                return None
             patience = 0.0
         return BusyTimeout(connection, max(0.0, patience - waited), repeated=True)
 
