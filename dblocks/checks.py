@@ -11,9 +11,9 @@ E002: The locks are in a database that isn't supported: neither MariaDB, MySQL,
     PostgreSQL nor SQLite, or a server that only speaks like one of them (CockroachDB,
     YugabyteDB, TiDB, Vitess). Every lock operation raises ``NotSupportedError``.
     Name another database in ``OPTIONS={"using": …}``, or choose another ``BACKEND``.
-W001: The lock table is missing or can't be read, so every lock operation on that
-    database fails. Run ``manage.py migrate dblocks``, with ``--database ALIAS`` where
-    the locks have a database of their own, and see that a router's
+W001: The lock table is missing, out of date, or can't be read, so lock operations on
+    that database fail. Run ``manage.py migrate dblocks``, with ``--database ALIAS``
+    where the locks have a database of their own, and see that a router's
     ``allow_migrate()`` lets ``dblocks`` in there.
 W002: The lock table has no transactions: the server made it with an engine other than
     InnoDB, where neither the guard nor row locks work.

@@ -22,6 +22,7 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connection, transaction
 from django.utils.decorators import method_decorator
+from django.utils.functional import SimpleLazyObject
 from django.utils.translation import gettext_lazy
 from django.views import View
 
@@ -1067,6 +1068,13 @@ def test_coroutine_of_a_sync_function(key: str, form: Any) -> None:
         asyncio.run(form(key)(wrapper)())
     assert not ran
     assert not distributed_lock(key).locked()
+
+
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_lazy_result(key: str, form: Any) -> None:
+    """What a function returns is passed on as it is, not looked into."""
+    lazy = SimpleLazyObject(lambda: 1 / 0)
+    assert form(key)(lambda: lazy)() is lazy
 
 
 TASK_METHODS = {

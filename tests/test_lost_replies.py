@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from dblocks import Lease, distributed_lock, signals
+from dblocks.backends.database import table
+from dblocks.backends.values import Renewal
+from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE
@@ -176,3 +181,51 @@ def test_set_whose_release_was_lost(key: str, losses: list[str]) -> None:
     assert carried_out
     assert losses == []
     assert not distributed_lock(*keys).locked()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_reply_that_is_made_good_after_the_leases_end(key: str, size: int) -> None:
+    """A grant that is over by then is no grant: the key is asked for again."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no replies to lose")
+    lock = distributed_lock(*(f"{key}:{n}" for n in range(size)), lease=0.5)
+    lock.acquire().release()
+    with first_reply_lost(lambda: time.sleep(0.7)) as carried_out:
+        leases = lock.acquire(timeout=DEADLINE)
+    assert carried_out
+    assert leases.held
+    assert leases.release() is True
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_look_that_is_slow(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that a renewal passed over doesn't count as extended, however late."""
+    locks = [distributed_lock(f"{key}:{n}", lease=2, renew=False) for n in range(2)]
+    leases = [lock.acquire(timeout=0) for lock in locks]
+    grants = [lease._hold.grant for lease in leases]
+    look = table.read_all
+
+    def look_slowly(*arguments: Any) -> Any:
+        seen = look(*arguments)
+        time.sleep(1.5)
+        return seen
+
+    def pin() -> None:
+        with transaction.atomic():
+            DistributedLock.objects.select_for_update().get(pk=grants[0].key)
+            has_it.set()
+            assert leave.wait(DEADLINE)
+
+    has_it, leave = threading.Event(), threading.Event()
+    time.sleep(1)
+    holding = other.start(pin)
+    assert has_it.wait(DEADLINE)
+    monkeypatch.setattr(table, "read_all", look_slowly)
+    outcome = backends["default"].renew([Renewal(grant, 2.0) for grant in grants])
+    leave.set()
+    holding.result(timeout=DEADLINE)
+    assert grants[0] not in outcome.extended
+    for lease in leases:
+        lease.release()

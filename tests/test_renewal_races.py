@@ -12,8 +12,11 @@ import pytest
 from django.db import connection
 
 from dblocks import Lease, Lock
+from dblocks.backends.values import Renewal
 from dblocks.conf import backends
+from dblocks.holding.renewal import scheduler
 from dblocks.signals import lock_lost
+from dblocks.waiting.attempt import Attempt
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -164,3 +167,29 @@ def test_wrapper_that_asks_the_database(lock: Locks) -> None:
     with connection.execute_wrapper(explain):
         lease = lock().acquire(timeout=1)
         assert lease.release()
+
+
+@pytest.mark.needs("has_table")
+def test_holds_of_different_length(
+    acquire: Leases, backend: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two holds of one grant are renewed together, for the longer of their leases."""
+    asked: list[Renewal] = []
+    engine: Any = backends[backend]
+    renew = engine.renew
+
+    def noted(renewals: list[Renewal]) -> Any:
+        asked.extend(renewals)
+        return renew(renewals)
+
+    long = acquire(lease=20, owner="worker")
+    # Another thread of the owner has begun at the same moment.
+    with monkeypatch.context() as changed:
+        changed.setattr(Attempt, "own_hold", lambda self: None)
+        short = other.do(acquire, lease=4, owner="worker")
+    assert short._hold is not long._hold
+    monkeypatch.setattr(engine, "renew", noted)
+    long._hold.renew_at = short._hold.renew_at = 0.0
+    scheduler.hurry()
+    eventually(lambda: asked, what="the renewal")
+    assert asked == [long._hold.renewal()]

@@ -806,6 +806,29 @@ def test_missing_table(commands: Commands, key: str, empty_database: str) -> Non
     assert "migrate dblocks" in err
 
 
+def test_outdated_table(commands: Commands, key: str, empty_database: str) -> None:
+    """A deployment that brings migrations of dblocks, or that was interrupted, goes on.
+
+    Until then every command says what to write, and so does the check.
+    """
+    env = environment(NAME=empty_database)
+
+    def status_of(*arguments: str) -> int | None:
+        status, _, err = finish(commands.start(*arguments, env=env))
+        if status:
+            assert "migrate dblocks" in err
+        return status
+
+    for state in ("0001", "0003"):
+        assert status_of("migrate", "dblocks", state, "-v0") == 0
+        assert status_of("check", "--database=default", "--fail-level=WARNING") == 1
+    assert status_of("migrate", "dblocks", "0002", "-v0") == 0
+    assert status_of("run_locked", key, "--", "true") == 78
+    migrate = "run_locked", key, "--django", "--", "migrate", "-v0"
+    assert status_of(*migrate) == 0
+    assert status_of("run_locked", key, "--", "true") == 0
+
+
 def test_first_deployment(commands: Commands, key: str, empty_database: str) -> None:
     """Ten machines that start the first migrate at once: one of them does it."""
     env = environment(NAME=empty_database)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -238,6 +239,49 @@ def test_one_is_lost(
     assert caught.value.key == names[1]
     assert free(*names)
     assert len(told) == 1
+
+
+@pytest.mark.needs("has_own_leases")
+@pytest.mark.parametrize("undone", [True, False], ids=["undone", "not undone"])
+def test_one_is_lost_during_the_wait(
+    together: Together,
+    lock: Callable[..., Lock[Any]],
+    names: list[str],
+    other: OtherThread,
+    backend: str,
+    undone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is still the caller's is extended, or granted anew: it's nobody else's."""
+    first, *_, last = sorted(names)
+    length = scaled(3)
+    together().acquire().release()
+    kept = other.do(lock(last).acquire)
+    engine: Any = backends[backend]
+    late: list[Any] = []
+    undo_all = engine.undo_all
+
+    def fail(grants: Any, deadline: float) -> None:
+        late.append(partial(undo_all, grants, deadline))
+        monkeypatch.undo()
+        raise engine.errors[0]("read timed out")
+
+    if not undone:
+        monkeypatch.setattr(engine, "undo_all", fail)
+    # Between the local deadline of the first and the end of its row.
+    timer = threading.Timer(0.93 * length, other.do, [kept.release])
+    timer.start()
+    leases = together(lease=length, renew=False).acquire(timeout=DEADLINE)
+    timer.join()
+    for undo in late:
+        # The server was slow.
+        undo()
+    assert leases.remaining() > length / 2
+    time.sleep(length / 4)
+    assert not other.do(lock(first).try_acquire)
+    assert not other.do(lock(last).try_acquire)
+    assert leases.held
+    assert leases.release() is True
 
 
 def test_one_is_lost_in_a_transaction(

@@ -11,8 +11,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -903,6 +904,46 @@ def test_descriptor_that_is_taken_while_it_is_collected(tmp_path: Path) -> None:
     gc.collect()
     [descriptor] = taken
     assert descriptor.lock(0)
+
+
+@pytest.mark.usefixtures("queue")
+def test_interrupt_while_a_gate_is_dropped(
+    tmp_path: Path, open_files: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, the kernel's lock and the file go with the gate."""
+    database = tmp_path / "database"
+    database.touch()
+    # It is reported where nothing can catch it.
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    first = file_locks.FileLock(str(database), "first")
+    assert first.try_enter()
+    first.leave()
+    before, calls, left = open_files(), 0, 0
+
+    def interrupt(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal left
+        # Python looks for signals when it has entered a function or called C code.
+        looks = event in {"call", "c_return"}
+        if looks and frame.f_code.co_filename == file_locks.__file__:
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+    while left <= 0:
+        calls += 1
+        gate = file_locks.FileLock(str(database), f"key {calls}")
+        byte = gate._byte
+        assert gate.try_enter()
+        left = calls
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            del gate
+        sys.setprofile(None)
+        probe = file_locks._Descriptor(str(database))
+        assert probe.is_free(byte), calls
+        probe.close()
+        assert open_files() <= before, calls
+    assert calls > 3
 
 
 # A queue that can't be had: the waiter looks from time to time instead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
 from threading import Event
@@ -26,7 +26,13 @@ from django.test import RequestFactory
 from django.utils.decorators import method_decorator
 from django.views import View
 
-from dblocks import LockError, LockTimeout, distributed_lock, transaction_lock
+from dblocks import (
+    LeaseLost,
+    LockError,
+    LockTimeout,
+    distributed_lock,
+    transaction_lock,
+)
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
@@ -354,6 +360,41 @@ def test_data_behind_the_snapshot(key: str, other: OtherThread, options: Any) ->
         other.do(in_block, key)
         with pytest.raises(OperationalError):
             in_block(key, **options)
+
+
+def in_transaction(key: str) -> Any:
+    """Lock the row by the manager's verb."""
+    with transaction.atomic():
+        return DistributedLock.objects.for_update(key)
+
+
+@pytest.mark.parametrize("form", [in_block, in_function, in_transaction])
+def test_overdue_holder_afterwards(key: str, form: Any, other: OtherThread) -> None:
+    """Whoever had the row meanwhile excludes the commit of an overdue holder."""
+    lease = distributed_lock(key, lease=0.3, renew=False).acquire()
+    eventually(lambda: not distributed_lock(key).locked(), what="the lease's end")
+    other.do(form, key)
+    with pytest.raises(LeaseLost) as caught, transaction.atomic():
+        lease.guard()
+    assert caught.value.reason == "expired"
+    # Nobody got a lease, so the next token is the next number.
+    with distributed_lock(key) as after:
+        assert after.fencing_token == (lease.fencing_token or 0) + 1
+
+
+def test_row_lock_that_is_rolled_back(key: str, other: OtherThread) -> None:
+    """What was done under the row never happened: the overdue holder may commit."""
+
+    def fail() -> None:
+        with suppress(ZeroDivisionError), transaction_lock(key):
+            1 / 0  # noqa: B018
+
+    lease = distributed_lock(key, lease=0.3, renew=False).acquire()
+    eventually(lambda: not distributed_lock(key).locked(), what="the lease's end")
+    other.do(fail)
+    with transaction.atomic():
+        lease.guard()
+    assert lease.release() is False
 
 
 def test_lease_in_a_row_lock_on_sqlite(key: str, other: OtherThread) -> None:

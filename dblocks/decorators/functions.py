@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
@@ -88,8 +89,10 @@ class _Calls:
             TypeError: It returns a coroutine, which would run after that.
         """
         response = self.function(*args, **kwargs)
-        if inspect.iscoroutine(response):
-            response.close()
+        # Not isinstance(), which would evaluate a lazy object.
+        if type(response) is CoroutineType:
+            if inspect.getcoroutinestate(response) == inspect.CORO_CREATED:
+                response.close()
             raise TypeError(
                 f"{self.name} is decorated as a sync function and returned a "
                 f"coroutine, which would run without the lock. Whatever wraps the "

@@ -15,6 +15,7 @@ import math
 import queue
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -22,7 +23,7 @@ from django.db import connections
 
 from .. import clock, forks
 from ..backends.base import BaseBackend, Renewer
-from ..backends.values import Renewed
+from ..backends.values import Grant, Renewal, Renewed
 from . import news
 from .holds import Hold
 from .registry import registry
@@ -228,7 +229,7 @@ class _Worker(threading.Thread):
         sent = clock.monotonic()
         outcome = Renewed()
         try:
-            outcome = session.renew(list(dict.fromkeys(each for _, each in held)))
+            outcome = session.renew(_longest(each for _, each in held))
         except Exception as error:
             _tell_failure(self._backend, len(held), error)
         for ref, _ in held:
@@ -237,6 +238,16 @@ class _Worker(threading.Thread):
                 continue
             if not hold.note_answer(outcome, sent):
                 hold.renew_at = clock.monotonic() + _soon(hold)
+
+
+def _longest(renewals: Iterable[Renewal]) -> list[Renewal]:
+    """Return one renewal for each grant: holds of one owner may differ in length."""
+    longest: dict[Grant, Renewal] = {}
+    for each in renewals:
+        known = longest.setdefault(each.grant, each)
+        if known.lease < each.lease:
+            longest[each.grant] = each
+    return list(longest.values())
 
 
 def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:

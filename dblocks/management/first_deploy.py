@@ -1,7 +1,8 @@
-"""Makes the lock table for the first ``migrate``, which several machines may start.
+"""Makes the lock table, or brings it up to date, for a ``migrate`` under a lock.
 
-The lock that serializes them needs a table, which only migrations make. So dblocks' own
-migrations run first, on one machine at a time, under a native lock of the database.
+Several machines may start that at once. The lock that serializes them needs a table,
+which only migrations make. So dblocks' own migrations run first, on one machine at a
+time, under a native lock of the database.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from django.db import OperationalError, connections, transaction
 from django.db.migrations.executor import MigrationExecutor
 
 from ..backends.database import dialects
+from ..backends.database.checks import flaw_of_tables
 from ..backends.database.own_connections import close, separate_connection
-from .statuses import is_table_missing
 
 PAUSE = 0.1
 """Seconds between attempts to get the native lock."""
@@ -66,12 +67,13 @@ def _on_sqlite(using: str, migrating: threading.Event) -> bool:
 
 
 def _migrate(using: str, migrating: threading.Event) -> None:
-    if not is_table_missing(using):
+    connection = connections[using]
+    if flaw_of_tables(connection) is None:
         return
     migrating.set()
     try:
         # The command's signals would run other apps' code before their tables exist.
-        executor = MigrationExecutor(connections[using])
+        executor = MigrationExecutor(connection)
         executor.migrate(executor.loader.graph.leaf_nodes("dblocks"))
     finally:
         migrating.clear()

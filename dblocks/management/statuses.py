@@ -12,6 +12,7 @@ from django.db import NotSupportedError, connections
 
 from ..backends.base import BaseBackend
 from ..backends.database import dialects
+from ..backends.database.checks import flaw_of_tables
 from ..conf import backends
 from ..decorators.commands import CONFLICT as CONFLICT
 
@@ -52,11 +53,6 @@ def find_backend(alias: str) -> BaseBackend:
         raise CommandError(str(error), returncode=CONFIG) from error
 
 
-def is_table_missing(using: str) -> bool:
-    """Tell whether a database answers and has no lock table."""
-    return dialects.TABLE not in connections[using].introspection.table_names()
-
-
 def failure(error: Exception, backend: BaseBackend) -> CommandError:
     """Turn an error of the engine that keeps the locks into a line and a status."""
     if backend.has_table:
@@ -67,10 +63,11 @@ def failure(error: Exception, backend: BaseBackend) -> CommandError:
 def database_failure(error: Exception, using: str) -> CommandError:
     """Turn an error of the locks' database into one line and an exit status."""
     with suppress(Exception):
-        if is_table_missing(using):
+        flaw = flaw_of_tables(connections[using])
+        if flaw is not None:
             return CommandError(
-                f"the database {using!r} has no lock table: run manage.py migrate "
-                f"dblocks --database {using} first",
+                f"in the database {using!r} {flaw}: run manage.py migrate dblocks "
+                f"--database {using} first",
                 returncode=CONFIG,
             )
     dialect = dialects.known(connections[using])

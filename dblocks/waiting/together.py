@@ -88,31 +88,33 @@ class _Together:
     def __init__(self, attempts: Sequence[Attempt], place: InThread) -> None:
         self.attempts = attempts
         self.place = place
+        self._make_owner()
+
+    def _make_owner(self) -> None:
         new_owner = os.urandom(16).hex()
-        for attempt in attempts:
+        for attempt in self.attempts:
             attempt.new_owner = new_owner
 
     async def get(self) -> list[Hold] | Refused:
         """Wait until all keys are taken, or the time is over."""
-        if self._may_take():
-            taken = await self.place.call(self._take)
-            if isinstance(taken, list):
-                return taken
-            if taken is not None and clock.monotonic() >= self.attempts[0].give_up:
-                attempt = next(x for x in self.attempts if x.key == taken.key)
-                return Refused(attempt, timed_out(attempt, taken.seen))
-        while True:
-            found = await self._one_by_one()
-            if isinstance(found, Refused):
-                return found
+        taken = await self.place.call(self._take) if self._may_take() else None
+        if isinstance(taken, Taken) and clock.monotonic() >= self.attempts[0].give_up:
+            attempt = next(x for x in self.attempts if x.key == taken.key)
+            return Refused(attempt, timed_out(attempt, taken.seen))
+        found = taken if isinstance(taken, list) else await self._one_by_one()
+        while not isinstance(found, Refused):
             lost = next((hold for hold in found if not hold.is_live()), None)
             if lost is None:
                 return found
-            # Lost during the wait for the later ones.
+            # Lost during the wait for the later ones, or before the answer came.
             attempt = self.attempts[found.index(lost)]
-            await self._give_back(found)
+            if not await self._give_back(found):
+                # What should have undone these may be carried out later.
+                self._make_owner()
             if clock.monotonic() >= attempt.give_up:
                 return Refused(attempt, Reading())
+            found = await self._one_by_one()
+        return found
 
     def _may_take(self) -> bool:
         """Tell whether to ask for all keys together.
@@ -167,9 +169,9 @@ class _Together:
             raise
         return holds
 
-    async def _give_back(self, holds: list[Hold]) -> None:
+    async def _give_back(self, holds: list[Hold]) -> bool:
+        """Undo them; ``False`` if they are left to lapse."""
         # Only once, even if this is cancelled: the call is made in any case.
         due = holds.copy()
         holds.clear()
-        if due:
-            await self.place.call(partial(give_back, due))
+        return not due or await self.place.call(partial(give_back, due))

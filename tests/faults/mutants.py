@@ -66,6 +66,8 @@ OWN = 'f"{self.this_key} AND owner = %(owner)s "\n'
 CURRENT = OWN + "            f\"AND version = {d.integer('version')}\"\n"
 NOW = "__import__('datetime').datetime.now(__import__('datetime').timezone.utc)"
 
+EXTENDED = "if grant in renew(connection, [Renewal(grant, request.lease)]).extended:"
+
 MUTANTS = [
     Mutant(
         "no version in the WHERE",
@@ -325,12 +327,30 @@ MUTANTS = [
     Mutant(
         "a lost reply is a new try",
         TABLE,
-        "        # Granted before, and the reply was lost.\n"
-        "        return Granted(grant, seen.limit)",
-        "        return seen",
+        f"        {EXTENDED}\n            return Granted(grant, seen.limit)\n",
+        "",
         ("tests/faults/test_network.py::test_lost_reply_to_an_acquire",),
         quick=MYSQL,
         engines=SERVERS,
+    ),
+    Mutant(
+        "a grant that is found again lasts a whole lease",
+        TABLE,
+        EXTENDED,
+        "if True:",
+        (
+            "tests/test_several_keys.py::"
+            "test_one_is_lost_during_the_wait[default-undone]",
+        ),
+        quick=POSTGRESQL,
+    ),
+    Mutant(
+        "a row lock leaves an overdue grant",
+        "backends/database/row_locks.py",
+        "        if row.owner:\n",
+        "        if False:\n",
+        ("tests/test_transaction_lock.py::test_overdue_holder_afterwards[in_block]",),
+        quick=SQLITE,
     ),
     Mutant(
         "a force release keeps the version",
@@ -469,8 +489,8 @@ MUTANTS = [
     Mutant(
         "an incomplete set is kept",
         "waiting/together.py",
-        "        if due:\n            await",
-        "        if not due:\n            await",
+        "return not due or await self.place.call(partial(give_back, due))",
+        "return True",
         (f"{JOINT}::test_refused_set_leaves_nothing",),
         quick=POSTGRESQL,
     ),

@@ -14,6 +14,24 @@ from ..messages import error, warning
 from . import dialects
 
 
+def flaw_of_tables(connection: Connection) -> str | None:
+    """Return what the tables lack that the migrations make, or ``None``."""
+    introspection = connection.introspection
+    tables = introspection.table_names()
+    if dialects.TABLE not in tables:
+        return "the lock table is missing"
+    for model in apps.get_app_config("dblocks").get_models():
+        columns = {field.column for field in model._meta.local_concrete_fields}
+        if model._meta.db_table in tables:
+            with connection.cursor() as cursor:
+                table = model._meta.db_table
+                found = introspection.get_table_description(cursor, table)
+            columns -= {column.name for column in found}
+        if columns:
+            return "the tables of dblocks are out of date"
+    return None
+
+
 class DatabaseChecks(BaseBackend):
     """The part of the engine that answers checks: E002, W001 to W005, W007, W014 to
     W016."""
@@ -66,10 +84,11 @@ class DatabaseChecks(BaseBackend):
         try:
             connection.ensure_connection()
             dialect = dialects.of(connection)
-            if dialects.TABLE not in connection.introspection.table_names():
+            flaw = flaw_of_tables(connection)
+            if flaw is not None:
                 yield warning(
                     "W001",
-                    f"The lock table is missing in the database {connection.alias!r}.",
+                    f"In the database {connection.alias!r} {flaw}.",
                     f"Run manage.py migrate dblocks --database {connection.alias}.",
                 )
                 return

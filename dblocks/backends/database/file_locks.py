@@ -72,7 +72,7 @@ class _File:
 
     number = -1
 
-    def __init__(self, path: str) -> None:
+    def open(self, path: str) -> None:
         self.name = path + SUFFIX
         # As SQLite does for its own files next to the database.
         mode = os.stat(path).st_mode & 0o666
@@ -87,20 +87,16 @@ class _File:
             file = os.stat(self.name)
         except FileNotFoundError:
             return False
-        return (file.st_ino, file.st_dev) == self._identity
+        return self.number >= 0 and (file.st_ino, file.st_dev) == self._identity
 
     def close(self) -> None:
         number, self.number = self.number, -1
         if number >= 0:
-            self.all_open.discard(self)
             os.close(number)
-
-    def __del__(self) -> None:
-        # An interrupt has kept it from being noted as open.
-        self.close()
+            self.all_open.discard(self)
 
 
-_CLOSED = _File.__new__(_File)
+_CLOSED = _File()
 
 
 class _Descriptor:
@@ -110,7 +106,9 @@ class _Descriptor:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file = _File(path)
+        self._file = _File()
+        # Whatever interrupts this, it is closed with its descriptor.
+        self._file.open(path)
 
     @classmethod
     def take(cls, path: str) -> _Descriptor:
@@ -166,8 +164,7 @@ class _Descriptor:
         return fcntl.fcntl(self._file.number, command, _flock(kind, byte, length))
 
     def close(self) -> None:
-        file, self._file = self._file, _CLOSED
-        file.close()
+        self._file.close()
 
 
 _idle: dict[str, deque[_Descriptor]] = {}

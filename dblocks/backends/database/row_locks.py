@@ -24,7 +24,7 @@ from ... import clock
 from ...exceptions import LockTimeout
 from ...signals import log_timeout
 from ...validation import RowWait
-from ..values import FOREVER, Reading
+from ..values import FOREVER, Grant, Reading
 from . import dialects, table, transactions
 from .connections import reading_beside, run
 from .dialects.sqlite import BusyTimeout
@@ -284,6 +284,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
             if dialect.certifies or (mark and isolation not in WITHOUT_SNAPSHOT):
                 for key in rows:
                     table.touch(connection, key)
+            _end_overdue(connection, rows)
             return rows
     except Incomplete:
         return None
@@ -295,6 +296,13 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
             transaction.set_rollback(True, using=connection.alias)
             raise
         raise WaitOver from error
+
+
+def _end_overdue(connection: Connection, rows: Mapping[str, Any]) -> None:
+    """End what overdue holders have: a guard of theirs would still let them commit."""
+    for key, row in rows.items():
+        if row.owner:
+            table.release(connection, Grant(key, row.owner, row.version), 0)
 
 
 def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:
@@ -399,8 +407,10 @@ def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:
 def _sqlite_rows(connection: Connection, wait: _Wait) -> Any:
     for key in wait.keys:
         transactions.note_row_lock(connection.alias, key)
-    rows = _rows(connection).filter(key__in=wait.keys).order_by("key")
-    return {row.key: row for row in rows}
+    found = _rows(connection).filter(key__in=wait.keys).order_by("key")
+    rows = {row.key: row for row in found}
+    _end_overdue(connection, rows)
+    return rows
 
 
 @contextmanager

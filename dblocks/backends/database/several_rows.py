@@ -64,23 +64,22 @@ def _complete(
     connection: Connection, request: Request, keys: Sequence[str], granted: Any
 ) -> list[Granted] | None:
     """Return the grants, or undo them if some are missing."""
-    if len(granted) == len(keys):
-        owner, limit = request.owner, request.max_hold
-        return [Granted(Grant(key, owner, granted[key]), limit) for key in keys]
-    if granted:
-        # No others: the statement would wait for a row that a transaction has locked.
-        _end(connection, request.owner, list(granted))
+    # No others: to undo those would wait for a row that a transaction has locked.
+    grants = [Grant(key, request.owner, granted[key]) for key in keys if key in granted]
+    if len(grants) == len(keys):
+        return [Granted(grant, request.max_hold) for grant in grants]
+    if grants:
+        undo(connection, grants)
     return None
 
 
 def undo(connection: Connection, grants: Sequence[Grant]) -> None:
-    """End grants of one owner that nobody has used; none of them cools."""
-    _end(connection, grants[0].owner, [grant.key for grant in grants])
+    """End grants that nobody has used; none of them cools.
 
-
-def _end(connection: Connection, owner: str, keys: Sequence[str]) -> None:
-    values = {"owner": owner, **table.numbered(keys)}
-    execute(connection, _texts(connection).undo(len(keys)), values)
+    No later ones of the same owner: an answer that was lost may have been delayed.
+    """
+    sql = _texts(connection).undo(len(grants))
+    execute(connection, sql, table.all_slots(grants))
 
 
 def release(

@@ -121,12 +121,11 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def undo(self, size: int) -> str:
-        """End the grants that an owner has just got of so many keys; none cools."""
+        """End so many grants that nobody has used; none cools."""
         d = self.dialect
         return (
             f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0, "
-            f"release_requested_at = NULL "
-            f"WHERE {d.key} IN ({_keys(size)}) AND owner = %(owner)s"
+            f"release_requested_at = NULL WHERE {self._all_current(size)}"
         )
 
     @cache  # noqa: B019

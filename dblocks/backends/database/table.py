@@ -152,8 +152,10 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
         return seen
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
-        # Granted before, and the reply was lost.
-        return Granted(grant, seen.limit)
+        # Granted before, perhaps long before: the reply was lost, or came too late.
+        if grant in renew(connection, [Renewal(grant, request.lease)]).extended:
+            return Granted(grant, seen.limit)
+        return read(connection, request.key) or Reading()
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     try:
@@ -356,9 +358,10 @@ def _extended(
     if len(grants) == 1:
         return set(), told
     # The count doesn't say which rows are gone or locked. A row that lasts a lease from
-    # when this was sent is extended; hundreds may be released at the same time.
-    seen = read_all(connection, [grant.key for grant in grants])
+    # when this was sent is extended; hundreds may be released at the same time. The
+    # reply may be late: what has passed until the row was read is at least this.
     left = lease - (clock.monotonic() - sent) - ROUNDING
+    seen = read_all(connection, [grant.key for grant in grants])
     extended = {
         grant
         for grant in grants

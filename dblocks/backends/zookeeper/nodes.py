@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from ...permits import SEPARATOR
 
@@ -149,7 +149,21 @@ def hosts(location: object) -> str:
             f"LOCATION must name servers alone, not {location!r}: a path is for "
             f"KEY_PREFIX"
         )
+    for name in names:
+        if not _is_server(name):
+            raise ValueError(
+                f"LOCATION must name hosts, with ports from 1 to 65535, such as "
+                f"'zk1:2181,[::1]:2181', not {name!r}"
+            )
     return ",".join(names)
+
+
+def _is_server(name: str) -> bool:
+    try:
+        parts = urlsplit(f"//{name}")
+        return bool(parts.hostname) and parts.port != 0 and name.isprintable()
+    except ValueError:
+        return False
 
 
 def root(prefix: object) -> str:

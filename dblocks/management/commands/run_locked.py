@@ -96,8 +96,8 @@ examples:
 exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
   lost; 64 bad usage; 69 the database or backend is out of reach; 78 the lock table is
-  missing, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't be run, or
-  there is no thread or process to be had; 127 COMMAND was not found
+  missing or out of date, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't
+  be run, or there is no thread or process to be had; 127 COMMAND was not found
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
