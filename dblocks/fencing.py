@@ -44,7 +44,7 @@ class FencedQuerySet(models.QuerySet[Any]):
 
         Args:
             fence: The lease that protects the update, or its bare token.
-            values: As for ``update()``.
+            values: As for ``update()``, but without the queryset's annotations.
 
         Returns:
             The number of rows updated.

@@ -74,7 +74,11 @@ class LeaseBlock(ABC):
 
     @property
     def owner(self) -> str:
-        """The owner's id, up to 64 characters."""
+        """The owner's id, up to 64 characters.
+
+        To share a lock, give an id of your own as ``owner=``: a lock without one is
+        freed by this process's releases, whoever else has presented its id.
+        """
         return self._each()[0]._hold.grant.owner
 
     @property

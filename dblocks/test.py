@@ -126,7 +126,9 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
 
     The clock of a server can't be moved. dblocks makes the server's locks older
     instead, which has the same effect in this process. Other processes that share the
-    test database, or the ``KEY_PREFIX`` in Redis, find their leases shortened.
+    test database, or the ``KEY_PREFIX`` in Redis, find their leases shortened. Outside
+    a ``TestCase``, leave transactions first that have a lock's row locked or guarded:
+    this would wait for them.
 
     Args:
         seconds: How much time, in seconds or as a ``timedelta``; never negative, and at
