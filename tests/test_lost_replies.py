@@ -229,3 +229,28 @@ def test_look_that_is_slow(
     assert grants[0] not in outcome.extended
     for lease in leases:
         lease.release()
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_lost_grant_whose_row_is_locked(key: str, other: OtherThread) -> None:
+    """A grant whose reply was lost is found again when its row can be written."""
+    distributed_lock(key).acquire().release()
+    has_it, leave = threading.Event(), threading.Event()
+
+    def pin() -> None:
+        with transaction.atomic():
+            DistributedLock.objects.select_for_update().get(pk=key)
+            has_it.set()
+            leave.wait(0.4)
+
+    def meanwhile() -> None:
+        pinning.append(other.start(pin))
+        assert has_it.wait(DEADLINE)
+
+    pinning: list[Any] = []
+    with first_reply_lost(meanwhile) as carried_out:
+        lease = distributed_lock(key).acquire(timeout=DEADLINE)
+    assert carried_out
+    pinning[0].result(timeout=DEADLINE)
+    assert lease.held
+    assert lease.release() is True

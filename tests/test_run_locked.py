@@ -824,6 +824,7 @@ def test_outdated_table(commands: Commands, key: str, empty_database: str) -> No
         assert status_of("check", "--database=default", "--fail-level=WARNING") == 1
     assert status_of("migrate", "dblocks", "0002", "-v0") == 0
     assert status_of("run_locked", key, "--", "true") == 78
+    assert status_of("locks", "release", key, "--yes") == 78
     migrate = "run_locked", key, "--django", "--", "migrate", "-v0"
     assert status_of(*migrate) == 0
     assert status_of("run_locked", key, "--", "true") == 0

@@ -382,6 +382,27 @@ def test_overdue_holder_afterwards(key: str, form: Any, other: OtherThread) -> N
         assert after.fencing_token == (lease.fencing_token or 0) + 1
 
 
+@pytest.mark.parametrize("options", [{}, {"nowait": True}, {"skip_locked": True}])
+def test_overdue_holder_that_would_cool(
+    key: str, options: Any, other: OtherThread
+) -> None:
+    """A key that was free stays free, for this transaction and for later ones."""
+    lock = distributed_lock(key, lease=0.3, renew=False, hold_at_least=30)
+    lease = lock.acquire()
+    eventually(lambda: not lock.locked(), what="the lease's end")
+
+    def twice() -> None:
+        with transaction.atomic():
+            for _ in range(2):
+                assert DistributedLock.objects.for_update(key, **options)
+
+    for _ in range(2):
+        other.do(twice)
+    assert lease.release() is False
+    with lock:
+        pass
+
+
 def test_row_lock_that_is_rolled_back(key: str, other: OtherThread) -> None:
     """What was done under the row never happened: the overdue holder may commit."""
 

@@ -62,14 +62,6 @@ def failure(error: Exception, backend: BaseBackend) -> CommandError:
 
 def database_failure(error: Exception, using: str) -> CommandError:
     """Turn an error of the locks' database into one line and an exit status."""
-    with suppress(Exception):
-        flaw = flaw_of_tables(connections[using])
-        if flaw is not None:
-            return CommandError(
-                f"in the database {using!r} {flaw}: run manage.py migrate dblocks "
-                f"--database {using} first",
-                returncode=CONFIG,
-            )
     dialect = dialects.known(connections[using])
     if dialect.is_wait_over(error):
         return CommandError(
@@ -84,6 +76,14 @@ def database_failure(error: Exception, using: str) -> CommandError:
             f"again ({one_line(error)})",
             returncode=UNAVAILABLE,
         )
+    with suppress(Exception):
+        flaw = flaw_of_tables(connections[using])
+        if flaw is not None:
+            return CommandError(
+                f"in the database {using!r} {flaw}: run manage.py migrate dblocks "
+                f"--database {using} first",
+                returncode=CONFIG,
+            )
     return out_of_reach(f"the database {using!r}", error)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pkgutil import iter_modules
 
 from django.apps import apps
 from django.core.checks import CheckMessage
-from django.db import Error, NotSupportedError, connections, router
+from django.db import DatabaseError, Error, NotSupportedError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.recorder import MigrationRecorder
 
 from ..base import BaseBackend
 from ..messages import error, warning
@@ -15,21 +20,27 @@ from . import dialects
 
 
 def flaw_of_tables(connection: Connection) -> str | None:
-    """Return what the tables lack that the migrations make, or ``None``."""
-    introspection = connection.introspection
-    tables = introspection.table_names()
-    if dialects.TABLE not in tables:
+    """Return what the tables lack that the migrations make, or ``None``.
+
+    Doesn't look at the tables themselves, which somebody may have locked.
+    """
+    if dialects.TABLE not in connection.introspection.table_names():
         return "the lock table is missing"
-    for model in apps.get_app_config("dblocks").get_models():
-        columns = {field.column for field in model._meta.local_concrete_fields}
-        if model._meta.db_table in tables:
-            with connection.cursor() as cursor:
-                table = model._meta.db_table
-                found = introspection.get_table_description(cursor, table)
-            columns -= {column.name for column in found}
-        if columns:
+    module, is_projects = MigrationLoader.migrations_module("dblocks")
+    recorder = MigrationRecorder(connection)
+    # Not everybody may read the history, and a table may have been made without one.
+    with suppress(DatabaseError):
+        known = recorder.applied_migrations() if recorder.has_table() else {}
+        applied = {name for app, name in known if app == "dblocks"}
+        if applied and module and not is_projects and not _names(module) <= applied:
             return "the tables of dblocks are out of date"
     return None
+
+
+def _names(module: str) -> set[str]:
+    """Return the names of the migrations in a package."""
+    found = iter_modules(import_module(module).__path__)
+    return {each.name for each in found if not each.ispkg and each.name[0] not in "_~"}
 
 
 class DatabaseChecks(BaseBackend):

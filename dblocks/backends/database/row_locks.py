@@ -25,7 +25,7 @@ from ...exceptions import LockTimeout
 from ...signals import log_timeout
 from ...validation import RowWait
 from ..values import FOREVER, Grant, Reading
-from . import dialects, table, transactions
+from . import dialects, several_rows, table, transactions
 from .connections import reading_beside, run
 from .dialects.sqlite import BusyTimeout
 from .expressions import UtcNow
@@ -233,17 +233,23 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
             return wait.refuse(seen)
         if rows is not None:
             return rows
-        if wait.how.skip and (
-            not dialects.of(connection).snapshots_hide_rows
-            or _free_rows(connection, wait).count() == len(wait.keys)
-        ):
+        if wait.how.skip and _are_locked(connection, wait):
             return None
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
         unseen += 1
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
+            if not wait.left:
+                return wait.refuse(seen)
         wait.pause(0.001)
+
+
+def _are_locked(connection: Connection, wait: _Wait) -> bool:
+    """Tell why no row was had: others have locked one, not that it can't be seen."""
+    if not dialects.of(connection).snapshots_hide_rows:
+        return True
+    return bool(_free_rows(connection, wait).count() == len(wait.keys))
 
 
 def _rows(connection: Connection) -> Any:
@@ -300,9 +306,9 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
 
 def _end_overdue(connection: Connection, rows: Mapping[str, Any]) -> None:
     """End what overdue holders have: a guard of theirs would still let them commit."""
-    for key, row in rows.items():
-        if row.owner:
-            table.release(connection, Grant(key, row.owner, row.version), 0)
+    grants = [Grant(r.key, r.owner, r.version) for r in rows.values() if r.owner]
+    if grants:
+        several_rows.undo(connection, grants)
 
 
 def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:

@@ -74,7 +74,7 @@ def _complete(
 
 
 def undo(connection: Connection, grants: Sequence[Grant]) -> None:
-    """End grants that nobody has used; none of them cools.
+    """End grants that nobody uses; none of them cools.
 
     No later ones of the same owner: an answer that was lost may have been delayed.
     """

@@ -121,7 +121,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def undo(self, size: int) -> str:
-        """End so many grants that nobody has used; none cools."""
+        """End so many grants that nobody uses; none cools."""
         d = self.dialect
         return (
             f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0, "

@@ -23,13 +23,15 @@ from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
+from .connections import ReplyLost
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
 T = TypeVar("T")
 
-ROUNDING = 0.001
-"""Seconds by which an expiry may read earlier than it was written."""
+ROUNDING, LATE = 0.001, 0.02
+"""Seconds by which an expiry may read earlier than it was written, and a reply may be
+late. Every lease has a longer margin."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -153,8 +155,11 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
         # Granted before, perhaps long before: the reply was lost, or came too late.
-        if grant in renew(connection, [Renewal(grant, request.lease)]).extended:
+        renewed = renew(connection, [Renewal(grant, request.lease)])
+        if grant in renewed.extended:
             return Granted(grant, seen.limit)
+        if grant not in renewed.lost:
+            raise ReplyLost(f"A transaction has the row of {grant.key!r} locked.")
         return read(connection, request.key) or Reading()
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
@@ -358,18 +363,17 @@ def _extended(
     if len(grants) == 1:
         return set(), told
     # The count doesn't say which rows are gone or locked. A row that lasts a lease from
-    # when this was sent is extended; hundreds may be released at the same time. The
-    # reply may be late: what has passed until the row was read is at least this.
-    left = lease - (clock.monotonic() - sent) - ROUNDING
+    # when this was sent is extended; hundreds may be released at the same time.
+    before = clock.monotonic()
     seen = read_all(connection, [grant.key for grant in grants])
-    extended = {
+    left = lease - (min(clock.monotonic(), before + LATE) - sent) - ROUNDING
+    return {
         grant
         for grant in grants
         if (it := seen.get(grant.key)) is not None
         and it.is_of(grant)
         and it.remaining >= min(left, it.limit - ROUNDING)
-    }
-    return extended, told
+    }, told
 
 
 def ensure_floor(connection: Connection) -> None:

@@ -159,9 +159,12 @@ def hosts(location: object) -> str:
 
 
 def _is_server(name: str) -> bool:
+    if "@" in name or " " in name:
+        return False
     try:
         parts = urlsplit(f"//{name}")
-        return bool(parts.hostname) and parts.port != 0 and name.isprintable()
+        plain = name.isprintable() and parts.netloc == name
+        return plain and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
