@@ -403,6 +403,34 @@ def test_overdue_holder_that_would_cool(
         pass
 
 
+@pytest.mark.usefixtures("two_writers")
+def test_many_overdue_holders(key: str, other: OtherThread) -> None:
+    """Ending what they have locks no row, and no gap, of anybody else's."""
+    names = [f"{key}:{number}" for number in range(6)]
+    held = distributed_lock(f"{key}:held").acquire()
+    left = [distributed_lock(n, lease=0.3, renew=False).acquire() for n in names]
+    eventually(lambda: not distributed_lock(*names).locked(), what="the leases' end")
+    has_it, leave = Event(), Event()
+
+    def work() -> None:
+        with transaction_lock(*names):
+            has_it.set()
+            assert leave.wait(DEADLINE)
+
+    working = other.start(work)
+    assert has_it.wait(DEADLINE)
+    try:
+        held.renew()
+        for new in (f"{key}:0:new", f"{key}:z"):
+            with distributed_lock(new, timeout=0):
+                pass
+    finally:
+        leave.set()
+        working.result(timeout=DEADLINE)
+    assert held.release() is True
+    assert not any(lease.release() for lease in left)
+
+
 def test_row_lock_that_is_rolled_back(key: str, other: OtherThread) -> None:
     """What was done under the row never happened: the overdue holder may commit."""
 

@@ -26,13 +26,13 @@ def flaw_of_tables(connection: Connection) -> str | None:
     """
     if dialects.TABLE not in connection.introspection.table_names():
         return "the lock table is missing"
-    module, is_projects = MigrationLoader.migrations_module("dblocks")
+    module, _ = MigrationLoader.migrations_module("dblocks")
     recorder = MigrationRecorder(connection)
     # Not everybody may read the history, and a table may have been made without one.
     with suppress(DatabaseError):
         known = recorder.applied_migrations() if recorder.has_table() else {}
         applied = {name for app, name in known if app == "dblocks"}
-        if applied and module and not is_projects and not _names(module) <= applied:
+        if applied and module and not _names(module) <= applied:
             return "the tables of dblocks are out of date"
     return None
 

@@ -200,7 +200,7 @@ class Statements:
 
     @cached_property
     def undo_one(self) -> str:
-        """Release one hold that nobody has used; if it is the last, nothing cools."""
+        """Release one hold, or all but ``count``; after the last one nothing cools."""
         table, change = self.dialect.table, self._counted_to(f"ELSE {self.dialect.now}")
         return f"UPDATE {table} SET {change} WHERE {self.current}"
 
