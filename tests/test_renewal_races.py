@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from dblocks import Lease, Lock
+from dblocks import Lease, Lock, clock
 from dblocks.backends.values import Renewal
 from dblocks.conf import backends
+from dblocks.holding.registry import registry
 from dblocks.holding.renewal import scheduler
 from dblocks.signals import lock_lost
 from dblocks.waiting.attempt import Attempt
@@ -193,3 +194,26 @@ def test_holds_of_different_length(
     scheduler.hurry()
     eventually(lambda: asked, what="the renewal")
     assert asked == [long._hold.renewal()]
+
+
+def test_deadline_between_two_looks_at_the_clock(
+    acquire: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that becomes overdue while it is looked at is told of all the same."""
+    lease, told, looks = acquire(renew=False), threading.Event(), 0
+    lease.on_lost(lambda lease: told.set())
+    me, read = threading.current_thread(), clock.monotonic
+
+    def late() -> float:
+        nonlocal looks
+        if threading.current_thread() is not me:
+            return read()
+        looks += 1
+        return read() + (0 if looks == 1 else 3600)
+
+    monkeypatch.setattr(registry, "all", lambda: [lease._hold])
+    monkeypatch.setattr(clock, "monotonic", late)
+    for _ in range(2):
+        if registry.watches(lease._hold):
+            scheduler._look(read())
+    assert told.wait(DEADLINE)

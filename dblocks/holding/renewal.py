@@ -94,11 +94,14 @@ class RenewalScheduler:
         live: list[Hold] = []
         for hold in registry.all():
             if hold.is_referred_to():
+                if hold.is_live():
+                    live.append(hold)
+                    continue
+                # In this order: between two looks at the clock it may become overdue.
                 hold.note_overdue()
-            if hold.is_live() and hold.is_referred_to():
-                live.append(hold)
-            else:
-                registry.discard(hold)
+                if hold.is_live():
+                    continue
+            registry.discard(hold)
         registry.forget(now)
         news.start_pending()
         for backend, batch in _due(live, now).items():

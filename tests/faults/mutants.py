@@ -316,9 +316,9 @@ MUTANTS = [
     Mutant(
         "no news while a renewal hangs",
         "holding/renewal.py",
-        "            if hold.is_referred_to():\n                hold.note_overdue()\n",
-        "            if hold.is_referred_to() and not hold.failing:\n"
         "                hold.note_overdue()\n",
+        "                if not hold.failing:\n"
+        "                    hold.note_overdue()\n",
         ("tests/faults/test_late_answers.py::test_answer_after_the_loss",),
         quick=POSTGRESQL,
     ),
