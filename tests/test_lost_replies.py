@@ -13,7 +13,7 @@ from django.db import connection, transaction
 
 from dblocks import Lease, distributed_lock, signals
 from dblocks.backends.database import table
-from dblocks.backends.values import Renewal
+from dblocks.backends.values import Granted, Reading, Renewal, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.fixtures import OtherThread
@@ -195,6 +195,21 @@ def test_reply_that_is_made_good_after_the_leases_end(key: str, size: int) -> No
     assert carried_out
     assert leases.held
     assert leases.release() is True
+
+
+def test_grant_of_an_earlier_request(key: str) -> None:
+    """A repeated request finds its own grant; a later one of that owner's doesn't."""
+    engine = backends["default"]
+    first = Request(key, "somebody", lease=30.0)
+    granted = engine.try_acquire(first, 0.0)
+    assert isinstance(granted, Granted)
+    time.sleep(0.3)
+    later = Request(key, "somebody", lease=30.0)
+    assert isinstance(engine.try_acquire(later, 0.0), Reading)
+    again = engine.try_acquire(first, 0.0)
+    assert isinstance(again, Granted)
+    assert again.grant == granted.grant
+    assert engine.release(granted.grant, count=None, deadline=0.0)
 
 
 @pytest.mark.usefixtures("two_writers")

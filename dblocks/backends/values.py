@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple
 
+from .. import clock
 from ..permits import apart
 from .gates import Gate
 
@@ -87,6 +88,7 @@ class Request:
         gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
         identity: The identity of a new grant, where tokens don't tell one from another.
+        sent: Local clock before it was sent for the first time.
     """
 
     key: str
@@ -104,6 +106,7 @@ class Request:
     permits: int = 1
     permit: int = 0
     identity: str = ""
+    sent: float = field(default_factory=lambda: clock.monotonic())
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,11 @@ class Attempt(Claim):
                 if seen is not None:
                     return seen
         request = self.request(gate)
-        sent = clock.monotonic()
         answer = self.backend.try_acquire(request, patience)
         if isinstance(answer, Reading):
             return answer
         self.reentered = answer.again
-        (answer,), sent = self.in_time([answer], sent)
+        (answer,), sent = self.in_time([answer], request.sent)
         hold = Hold(self, answer, sent)
         if hold.permit is not None:
             _note_permit(self.backend, self.key, hold.permit)

@@ -108,9 +108,9 @@ class _Together:
                 return found
             # Lost during the wait for the later ones, or before the answer came.
             attempt = self.attempts[found.index(lost)]
-            if not await self._give_back(found):
-                # What should have undone these may be carried out later.
-                self._make_owner()
+            await self._give_back(found)
+            # What undoes these may be carried out later.
+            self._make_owner()
             if clock.monotonic() >= attempt.give_up:
                 return Refused(attempt, Reading())
             found = await self._one_by_one()
@@ -139,11 +139,11 @@ class _Together:
         first = self.attempts[0]
         keys = [attempt.key for attempt in self.attempts]
         patience = first.give_up - clock.monotonic()
-        sent = clock.monotonic()
-        granted = first.backend.try_acquire_all(first.request(), keys, patience)
+        request = first.request()
+        granted = first.backend.try_acquire_all(request, keys, patience)
         if not isinstance(granted, list):
             return granted
-        grants, sent = first.in_time(granted, sent)
+        grants, sent = first.in_time(granted, request.sent)
         holds = [
             Hold(attempt, each, sent)
             for attempt, each in zip(self.attempts, grants, strict=True)
@@ -169,9 +169,9 @@ class _Together:
             raise
         return holds
 
-    async def _give_back(self, holds: list[Hold]) -> bool:
-        """Undo them; ``False`` if they are left to lapse."""
+    async def _give_back(self, holds: list[Hold]) -> None:
         # Only once, even if this is cancelled: the call is made in any case.
         due = holds.copy()
         holds.clear()
-        return not due or await self.place.call(partial(give_back, due))
+        if due:
+            await self.place.call(partial(give_back, due))

@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "a lost reply is a new try",
         TABLE,
-        "        # Granted before, perhaps long before:",
-        "        return seen\n        # Granted before, perhaps long before:",
+        "return Granted(grant, seen.limit) if mine else seen",
+        "return seen",
         ("tests/faults/test_network.py::test_lost_reply_to_an_acquire",),
         quick=MYSQL,
         engines=SERVERS,
@@ -334,12 +334,9 @@ MUTANTS = [
     Mutant(
         "a grant that is found again lasts a whole lease",
         TABLE,
-        "renewed = renew(connection, [Renewal(grant, request.lease)])",
-        "renewed = Renewed({grant})",
-        (
-            "tests/test_several_keys.py::"
-            "test_one_is_lost_during_the_wait[default-undone]",
-        ),
+        "seen.is_of(grant) and _lasts(seen, request.lease, request.sent, before)",
+        "seen.is_of(grant)",
+        ("tests/test_lost_replies.py::test_grant_of_an_earlier_request",),
         quick=POSTGRESQL,
     ),
     Mutant(
@@ -487,8 +484,8 @@ MUTANTS = [
     Mutant(
         "an incomplete set is kept",
         "waiting/together.py",
-        "return not due or await self.place.call(partial(give_back, due))",
-        "return True",
+        "        if due:\n            await",
+        "        if not due:\n            await",
         (f"{JOINT}::test_refused_set_leaves_nothing",),
         quick=POSTGRESQL,
     ),

@@ -9,13 +9,14 @@ second one.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
@@ -192,9 +193,12 @@ def run(
         connection = spare or connection
         _thread.busy.append(connection)
         try:
-            result = dialects.of(connection).call(
-                operation, connection, *arguments, patience=patience, waited=waited
-            )
+            limit = dialects.of(connection).limit(connection, patience, waited)
+            if limit is None:
+                result = operation(connection, *arguments)
+            else:
+                with limit:
+                    result = operation(connection, *arguments)
             served = True
             return result
         except (DatabaseError, InterfaceError) as error:
@@ -240,6 +244,28 @@ def _may_repeat(
     else:
         discard_beside(connection)
     return True
+
+
+PATIENCE = 1.0
+"""Seconds for which a transaction of dblocks' own is repeated if need be."""
+
+
+def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
+    """Act in a transaction, which is repeated if the database asks for that.
+
+    Inside the caller's transaction it isn't repeated.
+    """
+    connection = transaction.get_connection(using)
+    give_up = clock.monotonic() + PATIENCE
+    while True:
+        try:
+            with transaction.atomic(using=using):
+                return act(connection)
+        except DatabaseError as error:
+            over = connection.in_atomic_block or clock.monotonic() >= give_up
+            if over or not dialects.of(connection).is_transient(error):
+                raise
+            time.sleep(random.uniform(0.005, 0.03))
 
 
 def _after_fork_in_child() -> None:

@@ -26,12 +26,9 @@ from ...signals import log_timeout
 from ...validation import RowWait
 from ..values import FOREVER, Grant, Reading
 from . import dialects, several_rows, table, transactions
-from .connections import reading_beside, run
+from .connections import PATIENCE, reading_beside, run
 from .dialects.sqlite import BusyTimeout
 from .expressions import UtcNow
-
-PATIENCE = 1.0
-"""Seconds for which a transaction of dblocks' own is restarted if need be."""
 
 LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been leased for a long time."""

@@ -7,11 +7,9 @@ conditional statement of :mod:`.statements`, on the connection that the caller g
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from django.apps import apps
 from django.db import DatabaseError, transaction
@@ -23,15 +21,15 @@ from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
-from .connections import ReplyLost
+from .connections import in_transaction
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
-T = TypeVar("T")
+ROUNDING = 0.001
+"""Seconds by which an expiry may read earlier than it was written."""
 
-ROUNDING, LATE = 0.001, 0.02
-"""Seconds by which an expiry may read earlier than it was written, and a reply may be
-late. Every lease has a longer margin."""
+LATE = 0.02
+"""Seconds by which a reply may be late; the margin of the shortest lease is longer."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -154,13 +152,11 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
         return seen
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
-        # Granted before, perhaps long before: the reply was lost, or came too late.
-        renewed = renew(connection, [Renewal(grant, request.lease)])
-        if grant in renewed.extended:
-            return Granted(grant, seen.limit)
-        if grant not in renewed.lost:
-            raise ReplyLost(f"A transaction has the row of {grant.key!r} locked.")
-        return read(connection, request.key) or Reading()
+        # Granted, and the reply was lost; unless an earlier request of the owner's was.
+        before = clock.monotonic()
+        seen = read(connection, request.key) or Reading()
+        mine = seen.is_of(grant) and _lasts(seen, request.lease, request.sent, before)
+        return Granted(grant, seen.limit) if mine else seen
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     try:
@@ -366,14 +362,22 @@ def _extended(
     # when this was sent is extended; hundreds may be released at the same time.
     before = clock.monotonic()
     seen = read_all(connection, [grant.key for grant in grants])
-    left = lease - (min(clock.monotonic(), before + LATE) - sent) - ROUNDING
     return {
         grant
         for grant in grants
         if (it := seen.get(grant.key)) is not None
         and it.is_of(grant)
-        and it.remaining >= min(left, it.limit - ROUNDING)
+        and _lasts(it, lease, sent, before)
     }, told
+
+
+def _lasts(seen: Reading, lease: float, sent: float, before: float) -> bool:
+    """Tell whether a row that was looked at lasts a lease from ``sent`` on.
+
+    ``before``: when the look began, whose reply may have been late.
+    """
+    left = lease - (min(clock.monotonic(), before + LATE) - sent) - ROUNDING
+    return seen.remaining >= min(left, seen.limit - ROUNDING)
 
 
 def ensure_floor(connection: Connection) -> None:
@@ -396,28 +400,6 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
         for key in missing:
             if not _made(connection, changes, create, {"key": key}):
                 ensure_floor(connection)
-
-
-PATIENCE = 1.0
-"""Seconds for which a transaction of dblocks' own is repeated if need be."""
-
-
-def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
-    """Act in a transaction, which is repeated if the database asks for that.
-
-    Inside the caller's transaction it isn't repeated.
-    """
-    connection = transaction.get_connection(using)
-    give_up = clock.monotonic() + PATIENCE
-    while True:
-        try:
-            with transaction.atomic(using=using):
-                return act(connection)
-        except DatabaseError as error:
-            over = connection.in_atomic_block or clock.monotonic() >= give_up
-            if over or not dialects.of(connection).is_transient(error):
-                raise
-            time.sleep(random.uniform(0.005, 0.03))
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:

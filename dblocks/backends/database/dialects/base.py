@@ -7,15 +7,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import DatabaseError, Error
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
-
-T = TypeVar("T")
 
 Shape = Callable[..., str]
 """Makes a part of a statement from its parts."""
@@ -186,19 +184,15 @@ class Dialect:
         """Return the seconds for which a statement waits for others by itself."""
         return 1.0
 
-    def call(
-        self,
-        operation: Callable[..., T],
-        connection: Connection,
-        *arguments: object,
-        patience: float | None,
-        waited: float,
-    ) -> T:
-        """Run an operation; bound how long it waits for the one writer, in seconds.
+    def limit(
+        self, connection: Connection, patience: float | None, waited: float
+    ) -> AbstractContextManager[object] | None:
+        """Return what bounds how long a statement waits for the one writer, if need be.
 
-        ``waited``: how long it has been repeated by now.
+        ``patience`` and ``waited``: for how many seconds it may be repeated, and has
+        been.
         """
-        return operation(connection, *arguments)
+        return None
 
     def pause(self, attempt: int) -> float:
         """Return the seconds before the next attempt, which follows so many."""

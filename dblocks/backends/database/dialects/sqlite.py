@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -11,7 +11,7 @@ from django.db import OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
-from .base import Dialect, T
+from .base import Dialect
 
 STARVED = 0.9
 """Seconds for which dblocks gives way to readers, with a rollback journal."""
@@ -114,21 +114,7 @@ class SQLite(Dialect):
     def sits_out(self, connection: Connection) -> float:
         return max(1.0, _timeout(connection))
 
-    def call(
-        self,
-        operation: Callable[..., T],
-        connection: Connection,
-        *arguments: object,
-        patience: float | None,
-        waited: float,
-    ) -> T:
-        limit = self._limit(connection, patience, waited)
-        if limit is None:
-            return operation(connection, *arguments)
-        with limit:
-            return operation(connection, *arguments)
-
-    def _limit(
+    def limit(
         self, connection: Connection, patience: float | None, waited: float
     ) -> BusyTimeout | None:
         if connection.in_atomic_block:
