@@ -23,8 +23,10 @@ from django.db import (
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.database import dialects, execution, own_connections, table
+from dblocks.backends.database.file_locks import gates_in_use
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.permits import row_keys
 from dblocks.waiting.together import give_back
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
@@ -359,6 +361,8 @@ def test_passing_error_after_a_permit(
     assert [row.hold_count for row in held] == [1]
     assert lease.release() is True
     assert not held.all()
+    if connection.vendor == "sqlite":
+        assert not gates_in_use(connection, row_keys(key, 2))
 
 
 def refused(lock: Lock) -> Lease | None:

@@ -99,14 +99,18 @@ def _take_any(
     if queue is None:
         first = request.permit
         for key, gate in _enter(connection, keys[first:] + keys[:first], most=1):
-            answer = permit_rows.take_one(connection, request, key)
-            if isinstance(answer, Granted):
-                if permit_rows.is_only(connection, request, answer):
-                    return answer._replace(gate=gate)
-                gate.leave()
-                # The owner has another one.
-                return permit_rows.take(connection, request)
-            gate.leave()
+            taken: Granted | None = None
+            try:
+                answer = permit_rows.take_one(connection, request, key)
+                if isinstance(answer, Granted):
+                    if permit_rows.is_only(connection, request, answer):
+                        taken = answer._replace(gate=gate)
+                        return taken
+                    # The owner has another one.
+                    return permit_rows.take(connection, request)
+            finally:
+                if taken is None:
+                    gate.leave()
     seen = first_free(table.read_all(connection, keys), keys)
     if not _is_free(seen, queue, patient):
         return seen
