@@ -59,7 +59,9 @@ def undo_together(holds: list[Hold]) -> None:
             work.enter_context(hold.mutex)
             # Other processes may have what an explicit owner has.
             had = hold.entered_again or hold.explicit
-            if not had and hold.is_live():
+            # One that is overdue keeps its row for a while yet.
+            ours = hold.is_live() or hold.lost_reason in {"expired", "backend"}
+            if ours and not had:
                 hold._give_back(committed=False)
                 unused.append(hold)
             else:

@@ -112,7 +112,7 @@ class _Together:
             # What undoes these may be carried out later.
             self._make_owner()
             if clock.monotonic() >= attempt.give_up:
-                return Refused(attempt, Reading())
+                return Refused(attempt, timed_out(attempt, Reading()))
             found = await self._one_by_one()
         return found
 

@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ..values import Grant, Granted, Request
 from . import dialects, statements, table
 from .connections import ReplyLost
-from .execution import changes, execute, fetch, new_versions, write
+from .execution import changes, execute, fetch, new_versions
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -80,15 +80,6 @@ def undo(connection: Connection, grants: Sequence[Grant]) -> None:
     """
     sql = _texts(connection).undo(len(grants))
     execute(connection, sql, table.all_slots(grants))
-
-
-def undo_each(connection: Connection, grants: Sequence[Grant]) -> None:
-    """:func:`undo` in a caller's transaction.
-
-    With a list of keys, InnoDB may choose to read the whole table, and keep it locked.
-    """
-    for grant in grants:
-        write(connection, "undo_one", grant, count=0)
 
 
 def release(

@@ -124,7 +124,7 @@ class Statements:
         """End so many grants that nobody uses; none cools."""
         d = self.dialect
         return (
-            f"UPDATE {d.table} SET expires_at = {d.now}, owner = '', hold_count = 0, "
+            f"UPDATE {d.by_key} SET expires_at = {d.now}, owner = '', hold_count = 0, "
             f"release_requested_at = NULL WHERE {self._all_current(size)}"
         )
 
@@ -222,7 +222,7 @@ class Statements:
         """:attr:`free` or :attr:`release` for so many grants."""
         d = self.dialect
         change = self._freed if frees else self._counted
-        text = f"UPDATE {d.table} SET {change} WHERE {self._all_current(size)}"
+        text = f"UPDATE {d.by_key} SET {change} WHERE {self._all_current(size)}"
         return text + self._returning(d.key, "version")
 
     def _all_current(self, size: int) -> str:
@@ -231,7 +231,7 @@ class Statements:
             f"(%(key{n})s, %(owner{n})s, {d.integer(f'version{n}')})"
             for n in range(size)
         )
-        # The keys alone lead every query planner to the index.
+        # The keys alone, because not every query planner knows what pairs begin with.
         current = f"({d.key}, owner, version) IN ({d.rows(rows)})"
         return f"{d.key} IN ({_keys(size)}) AND {current}"
 
@@ -279,7 +279,7 @@ class Statements:
                 f"WHERE {which}{self._returning(d.key, 'version')}"
             )
         return (
-            f"{d.pin_prefix}SELECT {d.key}, version FROM {d.table} "
+            f"{d.pin_prefix}SELECT {d.key}, version FROM {d.by_key} "
             f"WHERE {which} ORDER BY {d.key} {d.strength}"
         )
 
@@ -300,7 +300,7 @@ class Statements:
         """Write the rows of so many grants, in the order of :meth:`pin`."""
         d = self.dialect
         return (
-            f"{d.pin_prefix}UPDATE {d.table} SET {self._touched} "
+            f"{d.pin_prefix}UPDATE {d.by_key} SET {self._touched} "
             f"WHERE {self._all_current(size)} ORDER BY {d.key}"
         )
 
@@ -320,7 +320,7 @@ class Statements:
         if not overdue:
             current += f" AND expires_at > {d.now}"
         change = f"{d.tells_requests}expires_at = {self.extended}"
-        text = f"UPDATE {d.table} SET {change} WHERE {current}"
+        text = f"UPDATE {d.by_key} SET {change} WHERE {current}"
         if not wait:
             text = d.update_unlocked(change, current, size)
         # The column itself: in SQLite 3.40's RETURNING every column IS NOT NULL.

@@ -25,11 +25,9 @@ from .connections import in_transaction
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
-ROUNDING = 0.001
-"""Seconds by which an expiry may read earlier than it was written."""
-
-LATE = 0.02
-"""Seconds by which a reply may be late; the margin of the shortest lease is longer."""
+ENOUGH = 0.95
+"""The part of what is left of a lease that its row must last. What lacks is less than
+half of any lease's margin: clocks that differ a little and delays are no loss."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -153,10 +151,10 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
         # Granted, and the reply was lost; unless an earlier request of the owner's was.
-        before = clock.monotonic()
+        age = clock.monotonic() - request.sent
         seen = read(connection, request.key) or Reading()
-        mine = seen.is_of(grant) and _lasts(seen, request.lease, request.sent, before)
-        return Granted(grant, seen.limit) if mine else seen
+        mine = seen.is_of(grant) and _lasts(seen, request.lease, age)
+        return Granted(grant, min(request.max_hold, seen.limit + age)) if mine else seen
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     try:
@@ -360,24 +358,20 @@ def _extended(
         return set(), told
     # The count doesn't say which rows are gone or locked. A row that lasts a lease from
     # when this was sent is extended; hundreds may be released at the same time.
-    before = clock.monotonic()
+    age = clock.monotonic() - sent
     seen = read_all(connection, [grant.key for grant in grants])
     return {
         grant
         for grant in grants
         if (it := seen.get(grant.key)) is not None
         and it.is_of(grant)
-        and _lasts(it, lease, sent, before)
+        and _lasts(it, lease, age)
     }, told
 
 
-def _lasts(seen: Reading, lease: float, sent: float, before: float) -> bool:
-    """Tell whether a row that was looked at lasts a lease from ``sent`` on.
-
-    ``before``: when the look began, whose reply may have been late.
-    """
-    left = lease - (min(clock.monotonic(), before + LATE) - sent) - ROUNDING
-    return seen.remaining >= min(left, seen.limit - ROUNDING)
+def _lasts(seen: Reading, lease: float, age: float) -> bool:
+    """Tell whether a row lasts a lease whose request had that age before the look."""
+    return seen.remaining >= ENOUGH * min(lease - age, seen.limit)
 
 
 def ensure_floor(connection: Connection) -> None:

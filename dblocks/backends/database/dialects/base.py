@@ -75,6 +75,8 @@ class Dialect:
 
     table = f'"{TABLE}"'
     key = '"key"'
+    #: The table, where rows of given keys are asked for or written.
+    by_key = table
     greatest = "GREATEST"
     #: Before an update that must not wait for a row.
     at_once = ""

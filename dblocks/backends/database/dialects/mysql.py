@@ -36,6 +36,9 @@ class MySQL(Dialect):
     now = "UTC_TIMESTAMP(6)"
     table = f"`{TABLE}`"
     key = "`key`"
+    # Otherwise a small table may be read as a whole: InnoDB locks whatever it passes,
+    # and waits for what others have locked.
+    by_key = f"{table} FORCE INDEX (PRIMARY)"
     # INSERT IGNORE would hide every other error as well.
     insert_unless_there: Shape = "INSERT INTO {}".format
     # The spelling that MariaDB knows too.
@@ -76,10 +79,10 @@ class MySQL(Dialect):
         # rows first and come to the others by the primary key, or it locks what it
         # passes, and the LIMIT keeps the derived table from being merged, without
         # SKIP LOCKED, into the update.
-        by_primary = f"{self.table} FORCE INDEX (PRIMARY)"
-        rows = f"SELECT {self.key} FROM {by_primary} WHERE {which} LIMIT {n}"
+        rows = f"SELECT {self.key} FROM {self.by_key} WHERE {which} LIMIT {n}"
+        due = f"({rows} FOR UPDATE SKIP LOCKED) AS due"
         return (
-            f"UPDATE ({rows} FOR UPDATE SKIP LOCKED) AS due STRAIGHT_JOIN {by_primary} "
+            f"UPDATE {due} STRAIGHT_JOIN {self.by_key} "
             f"ON {self.table}.{self.key} = due.{self.key} SET {change}"
         )
 
@@ -270,9 +273,7 @@ class MariaDB(MySQL):
         return f"SET STATEMENT {repeats}{assignment} FOR "
 
     def all_or_none(self, change: str, which: str, n: int) -> str:
-        # By the primary key: whatever is passed is locked, or is locked by others.
-        table = f"{self.table} FORCE INDEX (PRIMARY)"
-        return f"{self.at_once}UPDATE {table} SET {change} WHERE {which}"
+        return f"{self.at_once}UPDATE {self.by_key} SET {change} WHERE {which}"
 
     def limited(self, sql: str, seconds: float) -> str:
         return f"{self._setting(f'max_statement_time={seconds:.6f}')}{sql}"
