@@ -280,6 +280,23 @@ def test_missing_table_in_a_database_of_its_own(settings: Any) -> None:
     assert "manage.py migrate dblocks --database locks" in str(message.hint)
 
 
+@pytest.mark.parametrize("applied", [True, False])
+def test_migrations_of_the_projects_own(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, applied: bool
+) -> None:
+    """W001: with MIGRATION_MODULES, the project's own migrations are what must be."""
+    package = tmp_path / f"own_migrations_{applied}"
+    package.mkdir()
+    for name in ("__init__", "0001_initial" if applied else "0001_squashed"):
+        (package / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.MIGRATION_MODULES = {"dblocks": package.name}
+    if applied:
+        assert found("default") == []
+    else:
+        assert "out of date" in the_one("W001", found("default"))
+
+
 IN_PASSING = ["migrate", "test"]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from traceback import clear_frames
 
+from .. import clock
 from .holds import RELEASED, Hold
 
 
@@ -59,15 +60,23 @@ def undo_together(holds: list[Hold]) -> None:
             work.enter_context(hold.mutex)
             # Other processes may have what an explicit owner has.
             had = hold.entered_again or hold.explicit
-            # One that is overdue keeps its row for a while yet.
-            ours = hold.is_live() or hold.lost_reason in {"expired", "backend"}
-            if ours and not had:
+            if not had and (hold.is_live() or _keeps_its_row(hold)):
                 hold._give_back(committed=False)
                 unused.append(hold)
             else:
                 work.callback(hold.release)
         if unused:
             work.callback(lambda: _undo(unused))
+
+
+def _keeps_its_row(hold: Hold) -> bool:
+    """Tell whether an overdue hold's row isn't over yet, and certainly nobody else's.
+
+    A later write might wait for a transaction that has the row by now.
+    """
+    row_ends = hold.deadline + hold.terms.margin
+    is_overdue = hold.lost_reason in {"expired", "backend"}
+    return is_overdue and clock.monotonic() < row_ends
 
 
 @contextmanager
