@@ -22,6 +22,7 @@ from dblocks.backends.database import several_rows
 from dblocks.backends.values import Grant, Reading, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.test import move_clock
 from dblocks.waiting.attempt import Attempt
 from tests.support.factories import LockFactory, let_expire, now, stored
 from tests.support.fixtures import OtherThread
@@ -386,6 +387,32 @@ def test_pruning_beside_contention(
     assert tokens == sorted(set(tokens))
     assert len(tokens) == 100
     assert all(a[1] <= b[0] for a, b in pairwise(grants))
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("number", [1, 6, 20])
+def test_pruning_beside_a_row_that_is_locked(
+    key: str, other: OtherThread, number: int
+) -> None:
+    """A holder's transaction doesn't hold up pruning, which would hold up new keys."""
+    for n in range(number):
+        distributed_lock(f"{key}:{n}").acquire().release()
+    move_clock(7200)
+    lease = distributed_lock(f"{key}:held").acquire()
+    has_it, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with transaction.atomic():
+            lease.guard()
+            has_it.set()
+            assert leave.wait(DEADLINE)
+
+    working = other.start(work)
+    assert has_it.wait(DEADLINE)
+    assert locks.prune(older_than=3600) >= number
+    leave.set()
+    working.result(timeout=2 * DEADLINE)
+    assert lease.release() is True
 
 
 def test_after_a_flush(key: str, obtainable: Obtainable) -> None:

@@ -304,6 +304,10 @@ class Statements:
             f"WHERE {self._all_current(size)} ORDER BY {d.key}"
         )
 
+    def delete(self, size: int) -> str:
+        """Delete the rows of so many keys."""
+        return self.dialect.delete(f"{self.dialect.key} IN ({_keys(size)})", size)
+
     @cached_property
     def make_older(self) -> str:
         """Move all times; for tests."""

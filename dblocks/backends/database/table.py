@@ -413,8 +413,8 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
         if doomed:
             highest = Value(max(doomed.values()))
             floor.filter(pk=1).update(value=Greatest(F("value"), highest))
-            locks = _model("DistributedLock")._base_manager.using(using)
-            locks.filter(key__in=doomed)._raw_delete(using)
+            sql = _texts(connection).delete(len(doomed))
+            execute(connection, sql, numbered(list(doomed)))
         return len(doomed)
 
     ensure_floor(transaction.get_connection(using))

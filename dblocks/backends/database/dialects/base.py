@@ -114,6 +114,8 @@ class Dialect:
     update_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
     #: The same of exactly so many rows, or of none; without ``RETURNING`` of fewer.
     all_or_none: Shape
+    #: Deletes rows of so many keys.
+    delete: Shape = f"DELETE FROM {table} WHERE {{}}".format
 
     #: What a grant returns besides its version, for :meth:`note_session`.
     session: tuple[str, ...] = ()
