@@ -106,6 +106,7 @@ class Request:
     permits: int = 1
     permit: int = 0
     identity: str = ""
+    # Looked up each time, because tests move the clock.
     sent: float = field(default_factory=lambda: clock.monotonic())
 
 

@@ -341,8 +341,8 @@ MUTANTS = [
     Mutant(
         "a row lock leaves an overdue grant",
         "backends/database/row_locks.py",
-        "        several_rows.undo(connection, grants)\n",
-        "        pass\n",
+        "    several_rows.undo(connection, grants)\n",
+        "    pass\n",
         ("tests/test_transaction_lock.py::test_overdue_holder_afterwards[in_block]",),
         quick=SQLITE,
     ),

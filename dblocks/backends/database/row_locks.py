@@ -304,8 +304,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
 def _end_overdue(connection: Connection, rows: Mapping[str, Any]) -> None:
     """End what overdue holders have: a guard of theirs would still let them commit."""
     grants = [Grant(r.key, r.owner, r.version) for r in rows.values() if r.owner]
-    if grants:
-        several_rows.undo(connection, grants)
+    several_rows.undo(connection, grants)
 
 
 def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:

@@ -68,8 +68,7 @@ def _complete(
     grants = [Grant(key, request.owner, granted[key]) for key in keys if key in granted]
     if len(grants) == len(keys):
         return [Granted(grant, request.max_hold) for grant in grants]
-    if grants:
-        undo(connection, grants)
+    undo(connection, grants)
     return None
 
 
@@ -78,8 +77,9 @@ def undo(connection: Connection, grants: Sequence[Grant]) -> None:
 
     No later ones of the same owner: an answer that was lost may have been delayed.
     """
-    sql = _texts(connection).undo(len(grants))
-    execute(connection, sql, table.all_slots(grants))
+    if grants:
+        sql = _texts(connection).undo(len(grants))
+        execute(connection, sql, table.all_slots(grants))
 
 
 def release(
