@@ -36,6 +36,7 @@ from dblocks.holding.sets import undo_together
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
 from dblocks.waiting.queue import queues
+from dblocks.waiting.together import _Together
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, fitting
 from tests.support.processes import Workers
@@ -287,20 +288,61 @@ def test_one_is_lost_during_the_wait(
 
 
 @pytest.mark.needs("has_own_leases")
-@pytest.mark.parametrize("ago", [1, 20], ids=["in the margin", "over"])
+@pytest.mark.parametrize(
+    ("overdue", "limit", "freed"),
+    [(1, 60, True), (20, 60, False), (5, -2, False)],
+    ids=["in the margin", "over", "at its limit"],
+)
 def test_overdue_part_of_a_set(
-    together: Together, names: list[str], free: Callable[..., bool], ago: float
+    together: Together,
+    names: list[str],
+    free: Callable[..., bool],
+    overdue: float,
+    limit: float,
+    freed: bool,
 ) -> None:
     """Its row, which would be in its way, is freed; not later: it may be another's."""
     leases = together(lease=120).acquire()
     holds = [lease._hold for lease in leases.values()]
-    holds[0].deadline = clock.monotonic() - ago
+    holds[0].deadline = clock.monotonic() - overdue
+    holds[0].limit = clock.monotonic() + limit
     undo_together(holds)
     first, *others = sorted(names)
     assert free(*others)
-    assert free(first) is (ago == 1)
+    assert free(first) is freed
     assert leases.release() is False
     backends[holds[0].backend.alias].force_release(first)
+
+
+@pytest.mark.needs("has_table")
+def test_one_is_lost_when_the_time_is_over(
+    together: Together,
+    names: list[str],
+    free: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was granted too late is given back, and the time-out is told once."""
+    together().acquire().release()
+    take = _Together._take
+
+    def take_slowly(self: _Together) -> Any:
+        holds: Any = take(self)
+        holds[0].deadline = clock.monotonic() - 1
+        return holds
+
+    def hear(signal: Any, sender: Any, key: str, **said: Any) -> None:
+        told.append(key)
+
+    told: list[str] = []
+    monkeypatch.setattr(_Together, "_take", take_slowly)
+    signals.lock_timed_out.connect(hear)
+    try:
+        with pytest.raises(LockTimeout):
+            together(lease=120, timeout=0).acquire()
+    finally:
+        signals.lock_timed_out.disconnect(hear)
+    assert told == sorted(names)[:1]
+    assert free(*names)
 
 
 def test_one_is_lost_in_a_transaction(

@@ -74,7 +74,7 @@ def _keeps_its_row(hold: Hold) -> bool:
 
     A later write might wait for a transaction that has the row by now.
     """
-    row_ends = hold.deadline + hold.terms.margin
+    row_ends = min(hold.deadline + hold.terms.margin, hold.limit)
     is_overdue = hold.lost_reason in {"expired", "backend"}
     return is_overdue and clock.monotonic() < row_ends
 
