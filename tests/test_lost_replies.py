@@ -51,6 +51,13 @@ def first_reply_lost(meanwhile: Callable[[], object]) -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def server() -> None:
+    """Skip where no reply can be lost."""
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has no server and no replies to lose")
+
+
+@pytest.fixture
 def losses() -> Iterator[list[str]]:
     """Collect the keys that ``lock_lost`` tells of."""
     keys: list[str] = []
@@ -83,11 +90,9 @@ class Successor:
 
 @pytest.fixture
 def successor(
-    key: str, other: OtherThread, request: pytest.FixtureRequest
+    key: str, other: OtherThread, request: pytest.FixtureRequest, server: None
 ) -> Iterator[Successor]:
     """Return who takes the key before the loss of the reply is known."""
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     successor = Successor(key, other, *request.param)
     yield successor
     if successor.lease is not None:
@@ -154,14 +159,13 @@ def test_successor_keeps_the_key(key: str, successor: Successor) -> None:
 # Several keys at once
 
 
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("number", [2, 3])
 def test_set_whose_grant_was_lost(key: str, number: int, other: OtherThread) -> None:
     """A set that was granted without a word is found by the retry, whole."""
     keys = [f"{key}:{each}" for each in range(number)]
     with distributed_lock(*keys):
         pass
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     with first_reply_lost(lambda: None) as carried_out:
         leases = distributed_lock(*keys).acquire(timeout=0)
     assert carried_out
@@ -172,11 +176,10 @@ def test_set_whose_grant_was_lost(key: str, number: int, other: OtherThread) -> 
     assert not distributed_lock(*keys).locked()
 
 
+@pytest.mark.usefixtures("server")
 def test_set_whose_release_was_lost(key: str, losses: list[str]) -> None:
     """A set that was released without a word was held until then."""
     keys = [f"{key}:{each}" for each in range(2)]
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     leases = distributed_lock(*keys).acquire(timeout=0)
     with first_reply_lost(lambda: None) as carried_out:
         assert leases.release() is True
@@ -185,11 +188,10 @@ def test_set_whose_release_was_lost(key: str, losses: list[str]) -> None:
     assert not distributed_lock(*keys).locked()
 
 
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("size", [1, 2])
 def test_reply_that_is_made_good_after_the_leases_end(key: str, size: int) -> None:
     """A grant that is over by then is no grant: the key is asked for again."""
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     lock = distributed_lock(*(f"{key}:{n}" for n in range(size)), lease=0.5)
     lock.acquire().release()
     with first_reply_lost(lambda: time.sleep(0.7)) as carried_out:
@@ -202,8 +204,6 @@ def test_reply_that_is_made_good_after_the_leases_end(key: str, size: int) -> No
 @pytest.mark.usefixtures("two_writers")
 def test_lost_grant_by_another_clock(key: str, other: OtherThread) -> None:
     """The server that is asked afterwards may be ahead, as after a failover."""
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     lock = distributed_lock(key, lease=30)
     lock.acquire().release()
     ahead = partial(other.do, partial(move_clock, 1))
@@ -214,10 +214,9 @@ def test_lost_grant_by_another_clock(key: str, other: OtherThread) -> None:
     assert lease.release() is True
 
 
+@pytest.mark.usefixtures("server")
 def test_lost_grant_with_a_limit(key: str) -> None:
     """The time until the loss is known counts once."""
-    if connection.vendor == "sqlite":
-        pytest.skip("SQLite has no server and no replies to lose")
     lock = distributed_lock(key, lease=4, max_hold=4)
     lock.acquire().release()
     with first_reply_lost(lambda: time.sleep(2.2)) as carried_out:
@@ -259,19 +258,12 @@ def test_look_that_is_slow(
         return seen
 
     def pin() -> None:
-        with transaction.atomic():
-            DistributedLock.objects.select_for_update().get(pk=grants[0].key)
-            has_it.set()
-            assert leave.wait(DEADLINE)
+        DistributedLock.objects.select_for_update().get(pk=grants[0].key)
 
-    has_it, leave = threading.Event(), threading.Event()
     time.sleep(1)
-    holding = other.start(pin)
-    assert has_it.wait(DEADLINE)
-    monkeypatch.setattr(table, "read_all", look_slowly)
-    outcome = backends["default"].renew([Renewal(grant, 2.0) for grant in grants])
-    leave.set()
-    holding.result(timeout=DEADLINE)
+    with other.in_transaction(pin):
+        monkeypatch.setattr(table, "read_all", look_slowly)
+        outcome = backends["default"].renew([Renewal(grant, 2.0) for grant in grants])
     assert grants[0] not in outcome.extended
     for lease in leases:
         lease.release()
@@ -279,7 +271,7 @@ def test_look_that_is_slow(
 
 @pytest.mark.usefixtures("two_writers")
 def test_lost_grant_whose_row_is_locked(key: str, other: OtherThread) -> None:
-    """A grant whose reply was lost is found again when its row can be written."""
+    """A grant whose reply was lost is found again, although its row is locked."""
     distributed_lock(key).acquire().release()
     has_it, leave = threading.Event(), threading.Event()
 

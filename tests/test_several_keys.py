@@ -367,19 +367,8 @@ def test_release_beside_a_row_that_is_locked(
     """A transaction that has a stranger's row locked doesn't hold up a release."""
     stranger = together(f"{key}:stranger").acquire()
     leases = together(*(f"{key}:{number}" for number in range(size))).acquire()
-    has_it, leave = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with transaction.atomic():
-            stranger.guard()
-            has_it.set()
-            assert leave.wait(DEADLINE)
-
-    working = other.start(work)
-    assert has_it.wait(DEADLINE)
-    assert leases.release() is True
-    leave.set()
-    working.result(timeout=2 * DEADLINE)
+    with other.in_transaction(stranger.guard):
+        assert leases.release() is True
     assert stranger.release() is True
 
 

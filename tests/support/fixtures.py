@@ -12,12 +12,12 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from django.conf import settings
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.test.utils import setup_databases, teardown_databases
 
 from dblocks import Lease, Lock, LockError, distributed_lock
@@ -210,6 +210,25 @@ class OtherThread:
     def do(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do it in that thread and wait for the result."""
         return self.start(function, *args, **kwargs).result(timeout=DEADLINE)
+
+    @contextmanager
+    def in_transaction(self, act: Callable[[], object]) -> Iterator[None]:
+        """Keep a transaction open in that thread, in which something was done."""
+        done, leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with transaction.atomic():
+                act()
+                done.set()
+                assert leave.wait(DEADLINE)
+
+        staying = self.start(stay)
+        try:
+            assert done.wait(DEADLINE)
+            yield
+        finally:
+            leave.set()
+            staying.result(timeout=2 * DEADLINE)
 
     def close(self) -> None:
         """Close its connections and end the thread."""
