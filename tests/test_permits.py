@@ -26,8 +26,9 @@ from dblocks import (
     permits,
     signals,
 )
+from dblocks.backends import gates
 from dblocks.backends.base import BaseBackend
-from dblocks.backends.values import Reading, Request
+from dblocks.backends.values import PINNED_GRACE, Reading, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
@@ -344,6 +345,48 @@ def test_newcomer_yields_to_the_queue(
     finally:
         gate.leave()
     assert mine.release() is holders[0].release() is True
+
+
+@pytest.mark.needs("has_table")
+def test_look_of_one_in_line(
+    export: Export,
+    backend: str,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who sees a free permit from within the queue lets the first one have it.
+
+    Not for ever: that one may be stopped.
+    """
+    engine: Any = backends[backend]
+    gate = engine.gate(Request(key, "first", 30.0, permits=2))
+    if gate is None:
+        pytest.skip("there is no queue here that other processes see")
+    monkeypatch.setattr(gates, "QUEUE_FOR", 0.02)
+    asked: list[float] = []
+    ask = engine.try_acquire
+
+    def ask_noting(*args: Any) -> Any:
+        asked.append(time.monotonic())
+        return ask(*args)
+
+    holders = [export(2, owner=name).acquire(timeout=0) for name in ("a", "b")]
+    gate.enter(DEADLINE)
+    assert gate.held
+    try:
+        monkeypatch.setattr(engine, "try_acquire", ask_noting)
+        waiter = other.start(export(2, lease=600).acquire, timeout=DEADLINE)
+        eventually(lambda: len(asked) == 1, what="the first attempt")
+        always(lambda: len(asked) == 1, during=0.3, what="only looks")
+        released = time.monotonic()
+        holders[1].release()
+        lease = waiter.result(DEADLINE)
+        assert asked[1] - released > 0.9 * PINNED_GRACE
+        assert other.do(lease.release)
+    finally:
+        gate.leave()
+    holders[0].release()
 
 
 #: Within which a waiter is let in that nobody tells of it.

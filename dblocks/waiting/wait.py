@@ -240,7 +240,8 @@ class _Wait:
             if not let_in:
                 seen = await self.place.call(self._read)
                 queue.saw(seen)
-            if let_in or seen.remaining <= 0 or seen.is_had_by(attempt.owner):
+            is_free = seen.remaining <= 0 and not self._yields(seen, gate)
+            if let_in or is_free or seen.is_had_by(attempt.owner):
                 overdue = not let_in and seen.remaining <= -PINNED_GRACE
                 found = await self.place.call(partial(self._make, gate))
                 latest = found.grant if isinstance(found, Hold) else found
@@ -253,6 +254,17 @@ class _Wait:
                 queue.saw(seen)
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
+
+    def _yields(self, seen: Reading, gate: Gate | None) -> bool:
+        """Tell whether a free key is left to the owner of its gate for now."""
+        if gate is None or gate.held or gate.is_bell or seen.version is None:
+            return False
+        left = PINNED_GRACE + seen.remaining
+        return (
+            left > 0
+            and clock.monotonic() + left < self.attempt.give_up
+            and not queues.is_abandoned(self.backend, self.key)
+        )
 
     async def _pause(
         self,
