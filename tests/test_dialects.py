@@ -29,9 +29,11 @@ from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
 from dblocks.backends.database.fields import as_utc
 from dblocks.backends.gates import GateClosed
+from dblocks.conf import backends
 from dblocks.models import DistributedLock, TokenFloor
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
 from tests.support.services import MariaDB
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 from tests.testapp.models import Account
@@ -118,6 +120,35 @@ def test_lease_that_ends_within_a_second(
         lease = other.do(lock(timeout=DEADLINE).acquire)
         assert len(statements) < 120
         other.do(lease.release)
+
+
+@pytest.mark.usefixtures("as_mysql")
+def test_free_key_for_one_who_cant_queue(
+    key: str,
+    workers: Workers,
+    other: OtherThread,
+    lock: Locks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever sees it first asks for it; nobody's turn is waited for."""
+    monkeypatch.setattr(MySQL, "shortest_queueing", 2 * DEADLINE)
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    backend: Any = backends["default"]
+    read, seen = backend.look, list[float]()
+
+    def look(*args: Any) -> Any:
+        reading = read(*args)
+        seen.append(reading.remaining)
+        return reading
+
+    monkeypatch.setattr(backend, "look", look)
+    waiting = other.start(lock(timeout=DEADLINE).acquire)
+    eventually(lambda: len(seen) > 3, what="some looks")
+    holder.tell("release")
+    lease = waiting.result(DEADLINE)
+    assert [left > 0 for left in seen] == [True] * (len(seen) - 1) + [False]
+    assert other.do(lease.release) is True
 
 
 # InnoDB's gap locks, at REPEATABLE READ

@@ -361,8 +361,8 @@ def test_look_of_one_in_line(
     """
     engine: Any = backends[backend]
     gate = engine.gate(Request(key, "first", 30.0, permits=2))
-    if gate is None:
-        pytest.skip("there is no queue here that other processes see")
+    if gate is None or gate.shortest:
+        pytest.skip("nobody queues here for a part of a second")
     monkeypatch.setattr(gates, "QUEUE_FOR", 0.02)
     asked: list[float] = []
     ask = engine.try_acquire
@@ -382,7 +382,7 @@ def test_look_of_one_in_line(
         released = time.monotonic()
         holders[1].release()
         lease = waiter.result(DEADLINE)
-        assert asked[1] - released > 0.9 * PINNED_GRACE
+        assert 0.9 * PINNED_GRACE < asked[1] - released < PINNED_GRACE + SLACK
         assert other.do(lease.release)
     finally:
         gate.leave()

@@ -256,12 +256,15 @@ class _Wait:
                 known, known_since = seen.version, clock.monotonic()
 
     def _yields(self, seen: Reading, gate: Gate | None) -> bool:
-        """Tell whether a free key is left to the owner of its gate for now."""
-        if gate is None or gate.held or gate.is_bell or seen.version is None:
+        """Tell whether to queue again for a free key, which somebody else may get.
+
+        Not if it was force-released: its holder has the gate and may be stopped.
+        """
+        if gate is None or gate.held or gate.is_bell or seen.acquired_at is None:
             return False
         left = PINNED_GRACE + seen.remaining
         return (
-            left > 0
+            left > gate.shortest
             and clock.monotonic() + left < self.attempt.give_up
             and not queues.is_abandoned(self.backend, self.key)
         )
