@@ -452,8 +452,9 @@ def test_renewal_while_the_loop_is_blocked(
     """A loop that is blocked for longer than the lease doesn't lose the lock."""
 
     async def main() -> None:
-        async with lock(lease=scaled(1.2)) as lease:
-            until = time.monotonic() + scaled(3)
+        length = scaled(2.4)
+        async with lock(lease=length) as lease:
+            until = time.monotonic() + 1.5 * length
             while time.monotonic() < until:
                 time.sleep(0.1)
                 assert lease.held
@@ -541,6 +542,7 @@ def test_waiting_requests_cost_no_connections(
         requests = [asyncio.create_task(asgi.get(port, address)) for _ in range(count)]
         while asgi.room.arrived < count:
             await asyncio.sleep(0.01)
+            opened.note()
         await asyncio.sleep(0.2)
         opened.note()
         await asyncio.gather(*requests)

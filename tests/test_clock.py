@@ -196,10 +196,11 @@ def test_client_clock_jumps_while_holding(
     acquire: Leases, obtainable: Obtainable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wall clock that jumps takes nothing from a lease and adds nothing."""
-    lease = acquire(lease=scaled(1.2))
+    length = scaled(2.4)
+    lease = acquire(lease=length)
     for jump in (+200, -200):
         monkeypatch.setattr(time, "time", lambda jump=jump: REAL_TIME() + jump)
-        always(lambda: lease.held and not obtainable(), during=scaled(1), what="held")
+        always(lambda: lease.held and not obtainable(), during=0.6 * length)
 
 
 def test_lease_taken_late_in_a_transaction(

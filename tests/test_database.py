@@ -160,7 +160,7 @@ def test_lost_by_force(acquire: Leases, key: str) -> None:
     told: list[Lease] = []
     lease.on_lost(told.append)
     assert locks.force_release(key) is True
-    eventually(lambda: told, within=scaled(0.5 + 0.5), what="the loss")
+    eventually(lambda: told, within=scaled(0.5) + SLACK, what="the loss")
     assert lease.lost_reason == "forced"
     assert not lease.held
     assert lease.release() is False

@@ -452,10 +452,11 @@ def test_error_that_doesnt_pass(key: str, passing_error: Exception) -> None:
 
 def test_trouble_in_the_callers_thread_alone(acquire: Leases) -> None:
     """Trouble on the caller's connection doesn't touch the background renewal."""
-    lease = acquire(lease=scaled(1.2))
+    length = scaled(2.4)
+    lease = acquire(lease=length)
     error = TRANSIENT[connection.vendor][0][1]()
     with connection.execute_wrapper(Trouble(error, times=10**9)):
-        always(lambda: lease.held, during=scaled(2.4), what="held")
+        always(lambda: lease.held, during=1.25 * length, what="held")
 
 
 # Connections that break

@@ -229,14 +229,14 @@ class TestBesideOthers:
         self, acquire: Leases, key: str, other: OtherThread
     ) -> None:
         """A transaction that waits for a lease never keeps the row from its holder."""
-        lease = acquire(lease=scaled(1.2))
+        lease = acquire(lease=scaled(2.4))
 
         def wait() -> None:
             with transaction.atomic():
-                locks.for_update(key, timeout=scaled(2.8))
+                locks.for_update(key, timeout=scaled(3.2))
 
         waiting = other.start(wait)
-        always(lambda: lease.held, during=scaled(2.6), what="held")
+        always(lambda: lease.held, during=scaled(3), what="held")
         with pytest.raises(LockTimeout):
             waiting.result(timeout=DEADLINE)
         assert lease.release() is True

@@ -414,7 +414,7 @@ class TestMaxHold:
         self, lock: Locks, acquire: Leases, other: OtherThread
     ) -> None:
         """A holder that renews for ever still loses the key at max_hold."""
-        most = scaled(2.4)
+        most = scaled(4)
         with takes(most, most + SLACK):
             lease = acquire(lease=most / 2, max_hold=most)
             granted = other.do(lock().acquire, timeout=DEADLINE)

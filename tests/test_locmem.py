@@ -28,6 +28,9 @@ LOCMEM = {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}
 def in_memory(settings: Any) -> Iterator[None]:
     """All locks of the test are in memory, and none are left."""
     settings.DBLOCKS = {"default": LOCMEM, "second": LOCMEM}
+    # Other tests may have left some.
+    for alias in ("default", "second"):
+        clear_locks(alias)
     yield
     for alias in ("default", "second"):
         clear_locks(alias)

@@ -283,14 +283,13 @@ def test_no_thread_to_renew(
 
 def test_thread_that_is_chosen_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that idles to its end makes the call for which it was just chosen."""
-    monkeypatch.setattr(workers, "LINGER", 0.1)
+    monkeypatch.setattr(workers, "LINGER", 1.0)
     crew = workers.Workers("test-workers")
     first, second = threading.Event(), threading.Event()
     crew.start(first.set)
     assert first.wait(DEADLINE)
-    eventually(lambda: crew.idle, what="an idle thread")
-    chosen = crew.idle.pop()
-    time.sleep(0.3)
+    chosen = eventually(lambda: crew.idle and crew.idle.pop(), what="an idle thread")
+    time.sleep(1.3)
     assert chosen.is_alive()
     chosen.calls.put(second.set)
     assert second.wait(DEADLINE)

@@ -327,13 +327,18 @@ def test_async_timeout(lock: Locks, acquire: Leases) -> None:
 
     async def main() -> None:
         ticker = asyncio.create_task(tick())
-        with pytest.raises(LockTimeout):
+        with takes(0.5, 0.5 + SLACK), pytest.raises(LockTimeout):
             await lock().aacquire(timeout=0.5)
-        ticker.cancel()
+        until = ticks + 5
+        waiting = asyncio.create_task(lock().aacquire(timeout=DEADLINE))
+        while ticks <= until:
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        for task in (waiting, ticker):
+            task.cancel()
+        await asyncio.wait([waiting])
 
-    with takes(0.5, 0.5 + SLACK):
-        run(main())
-    assert ticks > 5
+    run(main())
 
 
 def test_cancelled_body_releases(lock: Locks, obtainable: Obtainable) -> None:

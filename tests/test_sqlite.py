@@ -195,7 +195,7 @@ def test_own_timeout_of_a_connection(lock: Locks, key: str, own: int) -> None:
             lock().acquire(timeout=DEADLINE).release()
         with another_writer(), takes(1.4, 1.5 + SLACK):
             assert lock().try_acquire(timeout=1.5) is None
-        with another_writer(0.5), takes(0.3, 0.5 + SLACK):
+        with another_writer(1.0), takes(0.3, 1.0 + SLACK):
             assert lock().acquire(timeout=DEADLINE).release() is True
     finally:
         connection.close()
@@ -226,7 +226,7 @@ def test_several_keys_beside_another_writer(
 
 def test_waits_for_another_writer(lock: Locks) -> None:
     """A free key is had as soon as the other's transaction is over."""
-    with another_writer(0.5), takes(0.3, 0.5 + SLACK):
+    with another_writer(1.0), takes(0.3, 1.0 + SLACK):
         lease = lock().acquire(timeout=DEADLINE)
     assert lease.release() is True
 

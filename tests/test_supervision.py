@@ -43,7 +43,7 @@ from tests.support.commands import (
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, state_of
-from tests.support.timing import DEADLINE, SLACK, always, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 # Streams
 
@@ -549,7 +549,7 @@ def test_asked_for_in_vain(commands: Commands, key: str) -> None:
     process = commands.start(
         "run_locked",
         key,
-        "--lease=1.5",
+        f"--lease={scaled(1.5)}",
         "--ignore-requests",
         *shell(FINISHING, file),
     )
@@ -557,7 +557,7 @@ def test_asked_for_in_vain(commands: Commands, key: str) -> None:
     assert DistributedLock.objects.request_release(key)
     first = stored(key).expires_at
     eventually(lambda: stored(key).expires_at > first, what="a renewal")
-    always(lambda: "TERM" not in file.read_text(), during=0.7, what="not told")
+    always(lambda: "TERM" not in file.read_text(), during=scaled(0.7), what="not told")
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 3
 
@@ -565,7 +565,8 @@ def test_asked_for_in_vain(commands: Commands, key: str) -> None:
 def test_stop_without_terminal(commands: Commands, key: str) -> None:
     """SIGTSTP stops the command, SIGCONT continues it; the lease is renewed."""
     file = commands.file()
-    process = commands.start("run_locked", key, "--lease", "2", *shell(SLEEP, file))
+    options = [key, f"--lease={scaled(2)}"]
+    process = commands.start("run_locked", *options, *shell(SLEEP, file))
     [pid] = commands.pids(file)
     process.send_signal(signal.SIGTSTP)
     eventually(lambda: state_of(pid) == "T", what="the stop")
@@ -696,7 +697,7 @@ def test_wrapper_stopped(commands: Commands, key: str) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[key, "--lease", "1.5", "--kill-after", "0.3"],
+        *[key, "--lease", "6", "--kill-after", "0.5"],
         *stubborn_family(file),
     )
     pids = family(commands, file)

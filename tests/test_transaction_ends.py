@@ -663,7 +663,8 @@ def test_one_of_several_released_before_the_end(
         leases[key].release()
         assert lock.locked()
     assert not lock.locked()
-    assert not caplog.messages
+    # Another test's loss may only be told now.
+    assert [line for line in caplog.messages if key in line] == []
 
 
 def test_release_at_the_end_that_fails(

@@ -179,7 +179,7 @@ def test_killed_waiters(crew: Crew, key: str, kind: str, figures: Figures) -> No
         "undisturbed, worst (ms)": round(1000 * max(undisturbed)),
     }
     assert max(delays) <= POLL + (0.25 if FULL else 0.5 * SLACK)
-    assert median(delays) <= 2 * median(undisturbed) + (0.02 if FULL else 0.2)
+    assert median(delays) <= 2 * median(undisturbed) + (0.02 if FULL else scaled(0.2))
     verify(crew.history())
     assert not crew.errors()
 

@@ -151,11 +151,19 @@ def sell(node: str, key: str) -> bool:
     return True
 
 
-def sell_guarded(key: str, lease: Lease) -> None:
+def sell_guarded(key: str, lease: Lease, lag: Lag) -> None:
     """Sell the last piece on node1, as far as that knows, while it is still held."""
     with transaction.atomic(using=B):
         assert sell(B, key)
+        lag.end_in(0.2)
         lease.guard()
+
+
+def insert_too(number: int, name: str, lag: Lag) -> None:
+    """Insert on node1, which lags, a row that node0 has inserted."""
+    with transaction.atomic(using=B):
+        Account.objects.using(B).create(pk=number, name=name)
+        lag.end_in(0.2)
 
 
 def sold(node: str, key: str) -> int:
@@ -221,9 +229,8 @@ def test_last_piece_is_sold_once(
         successor = other.do(next_grant, how, name)
         assert successor.fencing_token > lease.fencing_token
         assert other.do(sell, A, name)
-        lag.end_in(0.2)
         with pytest.raises(LeaseLost) as caught:
-            sell_guarded(name, lease)
+            sell_guarded(name, lease, lag)
         assert caught.value.key == name
         eventually(lambda: lag.received() <= 0)
         assert sold(B, name) == 1
@@ -303,9 +310,8 @@ def test_renewal_on_another_node(lag: Lag, key: str, other: OtherThread) -> None
     # The lease is over, and its guard with it.
     lag.begin()
     Account.objects.using(A).create(pk=2 * 10**6, name=key)
-    lag.end_in(0.2)
-    with pytest.raises(OperationalError), transaction.atomic(using=B):
-        Account.objects.using(B).create(pk=2 * 10**6, name=key)
+    with pytest.raises(OperationalError):
+        insert_too(2 * 10**6, key, lag)
 
 
 def test_conflict_over_other_rows(lag: Lag, key: str, other: OtherThread) -> None:
@@ -317,12 +323,12 @@ def test_conflict_over_other_rows(lag: Lag, key: str, other: OtherThread) -> Non
         with transaction.atomic(using=B):
             row.balance = balance
             row.save()
+            lag.end_in(0.2)
             lease.guard()
 
     with lock(key, B) as lease:
         lag.begin()
         Account.objects.using(A).filter(pk=account.pk).update(balance=1)
-        lag.end_in(0.2)
         with pytest.raises(OperationalError, match="Deadlock"):
             write(2)
         assert lease.held
@@ -340,9 +346,8 @@ def test_rolled_back_guard(lag: Lag, key: str, other: OtherThread) -> None:
     lag.begin()
     Account.objects.using(A).create(pk=10**6, name=key)
     other.do(next_grant, "forced", key).release()
-    lag.end_in(0.2)
-    with pytest.raises(OperationalError), transaction.atomic(using=B):
-        Account.objects.using(B).create(pk=10**6, name=key)
+    with pytest.raises(OperationalError):
+        insert_too(10**6, key, lag)
     assert not lease.release()
 
 

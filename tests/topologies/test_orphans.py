@@ -16,16 +16,23 @@ PROCESSES = 4
 SECONDS = 16
 
 
-def delay(key: str, workers: Workers, other: OtherThread, hold: float) -> float:
-    """Return how long after the release by another process a waiter has the key."""
+def delay(
+    key: str, workers: Workers, other: OtherThread, hold: float
+) -> tuple[float, float]:
+    """Return how long after the release by another process a waiter has the key.
+
+    Counted from before the release, and from after it.
+    """
     holder = workers.start("hold", key=key, timeout=DEADLINE)
     holder.expect("held")
     waiter = other.start(wait, key)
     time.sleep(hold)
+    before = time.monotonic()
     holder.tell("release")
     released = holder.expect("released")["at"]
     holder.until_done()
-    return float(waiter.result(DEADLINE) - released)
+    granted = waiter.result(DEADLINE)
+    return granted - before, granted - released
 
 
 def wait(key: str) -> float:
@@ -40,7 +47,8 @@ def test_cost_of_a_grant(
     orphan(key)
     delay(key, workers, other, hold=0.6)
     delays = [delay(key, workers, other, hold=0.6) for _ in range(3)]
-    assert GRACE * 0.9 < min(delays) < GRACE + scaled(0.15), delays
+    assert min(most for most, _ in delays) > GRACE * 0.9, delays
+    assert min(least for _, least in delays) < GRACE + scaled(0.15), delays
 
 
 def test_cost_of_a_free_key(orphan: Orphan, key: str, workers: Workers) -> None:
@@ -63,6 +71,6 @@ def test_nobody_starves(orphan: Orphan, workers: Workers, key: str) -> None:
     ends = [worker.until_done(2 * DEADLINE)[-1] for worker in crowd]
     grants = [end["grants"] for end in ends]
     assert min(grants) >= 4, grants
-    assert sum(grants) >= SECONDS / (GRACE + 0.1), grants
+    assert sum(grants) >= SECONDS / (GRACE + scaled(0.1)), grants
     tokens = [token for end in ends for token in end["tokens"]]
     assert len(set(tokens)) == len(tokens)

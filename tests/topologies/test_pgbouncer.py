@@ -16,7 +16,7 @@ from dblocks import distributed_lock
 from dblocks.test import hold_elsewhere
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
-from tests.support.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually, scaled
 from tests.testapp.models import Account
 from tests.topologies.conftest import MakePooler
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_behind(
     """Contention, a kill, everybody's kill: who shares the pool notices nothing."""
     url = pooler(size=SESSIONS).address(name())
     workers = workers_through(url + query)
-    row = {"key": key, "seconds": 3, "lease": 0.5}
+    row = {"key": key, "seconds": scaled(3), "lease": scaled(1)}
     crowd = workers.start_all("contend", [row] * PROCESSES)
     crowd[0].expect("granted")
     crowd[0].kill()
