@@ -190,9 +190,13 @@ class Crew:
         """Run a program in a process of its own."""
         return self.fork_all(program, [arguments])[0]
 
+    def wait_until_ready(self) -> None:
+        """Wait until processes can be forked, which takes seconds the first time."""
+        self.until(lambda: self._ready, 4 * DEADLINE, "the start of the crew")
+
     def fork_all(self, program: str, table: Iterable[dict[str, Any]]) -> list[Member]:
         """Run a program once per set of arguments, each in a process of its own."""
-        self.until(lambda: self._ready, 4 * DEADLINE, "the start of the crew")
+        self.wait_until_ready()
         members = []
         assert self._child.stdin is not None
         for arguments in table:

@@ -679,6 +679,7 @@ def hold_the_gil(key: str, lease: float, seconds: float) -> None:
 
     # Nor between these calls, whatever the machine does meanwhile: the question must be
     # answered by the clock, not by the timer, and before a renewal was due.
+    connection.ensure_connection()
     sys.setswitchinterval(10 * seconds)
     mine = distributed_lock(key, lease=lease).acquire(timeout=0)
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -775,9 +776,11 @@ def interrupted(
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, longest))
 
     hit = rounds = 0
-    while hit < hits:
+    parts = ["acquire", "body", "release"]
+    # A release may be over before the interrupt comes.
+    while hit < hits or min(landings.stages[part] for part in parts) < hits / 20:
         rounds += 1
-        target, inside = chance.choice(["acquire", "body", "release"]), False
+        target, inside = chance.choice(parts), False
         # Else most would land where a connection is made, after the last one's end.
         connection.ensure_connection()
         try:

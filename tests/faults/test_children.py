@@ -18,11 +18,13 @@ from tests.faults.scale import FULL, counts, pick
 from tests.support.factories import stored
 from tests.support.fixtures import in_memory
 from tests.support.gunicorn import Gunicorn
-from tests.support.timing import DEADLINE, always, eventually
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 Figures = dict[str, Any]
+
+LEASE = scaled(1.5)
 
 FORKED = {
     "inherited": 1,
@@ -97,7 +99,7 @@ def preloaded(key: str, tmp_path: Path) -> Iterator[Preloaded]:
     """Serve what two workers find; their master holds the test's key."""
     if in_memory():
         pytest.skip("a database in memory belongs to one process")
-    preloaded = Preloaded(key, 1.5, tmp_path / "log")
+    preloaded = Preloaded(key, LEASE, tmp_path / "log")
     yield preloaded
     preloaded.stop()
 
@@ -116,7 +118,7 @@ def test_preloaded_workers(preloaded: Preloaded, key: str, figures: Figures) -> 
     eventually(both_answered, what="an answer of each")
     for answer in answers.values():
         assert findings(answer) == {**FORKED, **STRANGERS}
-    always(lambda: distributed_lock(key).locked(), during=1.6, what="held")
+    always(lambda: distributed_lock(key).locked(), during=LEASE + 0.1, what="held")
     row = stored(key)
     assert row.version == version
     assert row.expires_at > end
@@ -124,5 +126,5 @@ def test_preloaded_workers(preloaded: Preloaded, key: str, figures: Figures) -> 
     stopped = time.monotonic()
     with distributed_lock(key).acquire(timeout=DEADLINE) as lease:
         assert lease.fencing_token == version + 1
-    assert time.monotonic() - stopped < 1.5 + 1.0
+    assert time.monotonic() - stopped < LEASE + SLACK
     figures["workers of gunicorn"] = len(answers)

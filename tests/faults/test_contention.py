@@ -437,7 +437,7 @@ def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> No
             start = soon()
             crowd = []
             if crowded:
-                start += pick(0.5, 6.0)
+                start += pick(scaled(1.0), 6.0)
                 row = {
                     "key": f"{key}:a",
                     "timeout": 4 * DEADLINE,

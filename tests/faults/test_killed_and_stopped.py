@@ -324,7 +324,11 @@ def stop_after_the_guard(crew: Crew, asked: Asked) -> list[float]:
         for number in range(1, asked.permits):
             held.enter_context(asked.hold(number))
         holder = crew.fork(
-            "guarded_pause", **asked.told, account=account.pk, lease=lease, pause=0.5
+            "guarded_pause",
+            **asked.told,
+            account=account.pk,
+            lease=lease,
+            pause=scaled(1.0),
         )
         tokens = holder.expect("guarded")["tokens"]
         holder.stop()
@@ -390,7 +394,7 @@ def test_interrupted_anywhere(
 
 def test_holding_the_gil(crew: Crew, key: str, figures: Figures) -> None:
     """F20: a call that lets no thread run for two leases: check() says so after it."""
-    lease = 1.0
+    lease = scaled(1.0)
     member = crew.fork("hold_the_gil", key=key, lease=lease, seconds=2 * lease)
     checked = member.expect("checked")
     assert checked["reason"] == "expired"

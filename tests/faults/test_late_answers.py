@@ -15,7 +15,7 @@ from dblocks import Lease, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import stored
-from tests.support.timing import DEADLINE, always, eventually, starved
+from tests.support.timing import DEADLINE, always, eventually, scaled, starved
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
@@ -61,18 +61,20 @@ def believes_too_much(lease: Lease) -> bool:
 def test_answer_to_an_acquire(late: dict[str, Delay], key: str) -> None:
     """The lease is counted from before it was asked for, however late the answer."""
     late["try_acquire"] = lambda: time.sleep(0.8)
-    lease = distributed_lock(key, lease=2, renew=False).acquire(timeout=0)
-    assert 0 < lease.remaining() <= 2 - 0.8
+    length = scaled(2)
+    lease = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
+    assert 0 < lease.remaining() <= length - 0.8
     assert not believes_too_much(lease)
     assert lease.release()
 
 
 def test_answer_to_a_re_entry(late: dict[str, Delay], key: str) -> None:
     """So is the longer lease that an inner acquisition asks for."""
-    outer = distributed_lock(key, lease=2, renew=False).acquire(timeout=0)
+    length = scaled(2)
+    outer = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
     late["reenter"] = lambda: time.sleep(0.8)
-    inner = distributed_lock(key, lease=4).acquire(timeout=0)
-    assert 2 < inner.remaining() <= 4 - 0.8
+    inner = distributed_lock(key, lease=2 * length).acquire(timeout=0)
+    assert length < inner.remaining() <= 2 * length - 0.8
     assert not believes_too_much(inner)
     assert inner.release()
     assert outer.release()
@@ -80,7 +82,7 @@ def test_answer_to_a_re_entry(late: dict[str, Delay], key: str) -> None:
 
 def test_answer_to_a_renewal(late: dict[str, Delay], key: str) -> None:
     """A renewal is counted from before it was sent."""
-    lease = distributed_lock(key, lease=3).acquire(timeout=0)
+    lease = distributed_lock(key, lease=scaled(3)).acquire(timeout=0)
     end, asked, go_on = stored(key).expires_at, threading.Event(), threading.Event()
     late["renew"] = lambda: (asked.set(), go_on.wait(DEADLINE))
     assert asked.wait(DEADLINE)

@@ -20,7 +20,7 @@ from tests.faults.kinds import KINDS, Asked, each, kinds
 from tests.faults.proxy import Proxy
 from tests.faults.scale import FULL, LATE, POLL, SEED, counts, pick
 from tests.support.factories import stored
-from tests.support.timing import DEADLINE, always, eventually
+from tests.support.timing import DEADLINE, always, eventually, scaled
 
 pytestmark = [
     pytest.mark.usefixtures("committed", "server"),
@@ -180,7 +180,7 @@ def test_black_hole_for_ever(
 
     Somebody else has the key when the lease is over, and not before.
     """
-    backend, length = distant(), 1.2
+    backend, length = distant(), scaled(1.2)
     lates, waits = list[float](), list[float]()
     for number in range(counts(2, 30)):
         name = f"{key}:{number}"
@@ -233,7 +233,7 @@ def test_short_black_hole(
     """F10: half a lease without a network is no loss; two leases are, for ever."""
     backend = distant()
     for number in range(counts(1, 10)):
-        name, length = f"{key}:{number}", 3.0
+        name, length = f"{key}:{number}", scaled(3.0)
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
         end = stored(name).expires_at
         swallow(proxy, 0.5 * length)
@@ -241,7 +241,7 @@ def test_short_black_hole(
         assert lease.held
         assert lease.release()
     for number in range(counts(1, 10)):
-        name, length = f"{key}:long:{number}", 1.0
+        name, length = f"{key}:long:{number}", scaled(1.0)
         lease = distributed_lock(name, backend=backend, lease=length).acquire(timeout=2)
         swallow(proxy, 2 * length)
         # What was sent before may arrive now.
@@ -273,6 +273,7 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
     Of one key, of two at once and of a permit.
     """
     chance = random.Random(SEED)
+    crew.wait_until_ready()
     start = time.monotonic() + 0.5
     length = 3.0
     until = start + counts(4.0, 120.0)
@@ -336,7 +337,8 @@ def test_slow_network_that_resets(
     # Of each way, so that a round trip takes 100 to 300 ms.
     proxy.delay = pick(0.025, 0.05), pick(0.05, 0.15)
     crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-    until = time.monotonic() + counts(7.0, 75.0)
+    crew.wait_until_ready()
+    until = time.monotonic() + counts(scaled(7.0), 75.0)
     holders = crew.fork_all(
         "hold",
         [
@@ -347,8 +349,8 @@ def test_slow_network_that_resets(
     )
     for holder in holders:
         holder.expect("grant", within=30)
-    # Of the requests about locks.
-    proxy.resets, proxy.after = 0.05, b"dblocks_"
+    # Of the requests about locks; the database's name is in those for a session.
+    proxy.resets, proxy.after = 0.05, b"dblocks_distributedlock"
     crew.until(lambda: all(h.saw("renewed") or h.ended for h in holders), 2 * DEADLINE)
     # One that the few renewals of the quick part certainly meet.
     proxy.reset_all()

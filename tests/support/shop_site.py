@@ -18,10 +18,10 @@ from testproject.shop.board import EXPORT_LOCK, EXPORTS
 from testproject.shop.sale import empty_shop
 from tests.support.fixtures import in_memory
 from tests.support.gunicorn import Gunicorn
-from tests.support.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, eventually, scaled
 
 THREADS = 4
-THINKING = 0.15
+THINKING = scaled(0.15)
 """Seconds, more or less, that a checkout takes; a payment takes exactly that."""
 
 
