@@ -256,9 +256,10 @@ class _Wait:
                 known, known_since = seen.version, clock.monotonic()
 
     def _yields(self, seen: Reading, gate: Gate | None) -> bool:
-        """Tell whether to queue again for a free key, which somebody else may get.
+        """Tell whether to queue again rather than ask for a free key.
 
-        Not if it was force-released: its holder has the gate and may be stopped.
+        Its gate's owner is about to take it. Not after a force release: the former
+        holder may still have the gate.
         """
         if gate is None or gate.held or gate.is_bell or seen.acquired_at is None:
             return False
