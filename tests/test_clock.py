@@ -200,7 +200,7 @@ def test_client_clock_jumps_while_holding(
     lease = acquire(lease=length)
     for jump in (+200, -200):
         monkeypatch.setattr(time, "time", lambda jump=jump: REAL_TIME() + jump)
-        always(lambda: lease.held and not obtainable(), during=0.6 * length)
+        always(lambda: lease.held and not obtainable(), during=length, what="held")
 
 
 def test_lease_taken_late_in_a_transaction(

@@ -81,6 +81,7 @@ def test_limit_outlives_a_crash(
 
     def granted() -> Lease | None:
         asked, left = time.monotonic(), again.remaining()
+        assert left > 0 or not again.held
         grant = theirs.try_acquire()
         assert not grant or time.monotonic() > asked + left, "two holders"
         return grant

@@ -85,12 +85,13 @@ def test_released_lease_is_not_held(acquire: Leases) -> None:
 def test_never_held_once_somebody_else_may_have_it(
     acquire: Leases, lock: Locks
 ) -> None:
-    """What remains is over before the key could go to another owner."""
+    """held is false before the key could go to another owner."""
     lease = acquire(lease=scaled(0.5), renew=False)
     theirs = lock(owner="somebody else")
 
     def granted() -> Lease | None:
         asked, left = time.monotonic(), lease.remaining()
+        assert left > 0 or not lease.held
         grant = theirs.try_acquire()
         assert not grant or time.monotonic() > asked + left
         return grant

@@ -487,7 +487,7 @@ def test_wrapper_of_several_keys_stopped(commands: Commands, key: str) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[*keys, "--lease", "6", "--kill-after", "0.5"],
+        *[*keys, "--lease", "6", "--kill-after", "1"],
         *stubborn_family(file),
     )
     pids = family(commands, file)
@@ -580,7 +580,7 @@ def test_database_gone_while_running(commands: Commands, key: str) -> None:
         env = environment(HOST="127.0.0.1", PORT=str(through.port))
         process = commands.start(
             "run_locked",
-            *[key, "--lease", "6", "--kill-after", "0.5"],
+            *[key, "--lease", "6", "--kill-after", "1"],
             *stubborn_family(file),
             env=env,
         )

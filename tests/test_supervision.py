@@ -697,7 +697,7 @@ def test_wrapper_stopped(commands: Commands, key: str) -> None:
     file = commands.file()
     process = commands.start(
         "run_locked",
-        *[key, "--lease", "6", "--kill-after", "0.5"],
+        *[key, "--lease", "6", "--kill-after", "1"],
         *stubborn_family(file),
     )
     pids = family(commands, file)

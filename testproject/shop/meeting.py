@@ -32,6 +32,7 @@ def let_carts_meet(
     *,
     carts: int = 2,
     patience: float = PATIENCE,
+    thinking: float = 0.06,
 ) -> Meeting:
     """Let every process of a crew reserve so many carts, one after another.
 
@@ -52,8 +53,7 @@ def let_carts_meet(
             product_ids=in_order[:: -1 if number % 2 else 1],
             customers=[f"Customer {number}.{cart}" for cart in range(carts)],
             patience=patience,
-            # Long enough for those to meet who should, even if one starts late.
-            thinking=0.03 if way.safe else 0.15,
+            thinking=thinking,
         )
     for _ in crew.tills:
         crew.expect(None, "ready")

@@ -46,6 +46,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Delay]]:
     delays.clear()
 
 
+DELAY = scaled(0.8)
+"""Seconds for which an answer is late: more than the margins of the leases here."""
+
+
 def left(key: str) -> float:
     """Return for how many seconds the database would grant the key to nobody else."""
     return DistributedLock.objects.with_state().get(pk=key).remaining
@@ -60,10 +64,10 @@ def believes_too_much(lease: Lease) -> bool:
 
 def test_answer_to_an_acquire(late: dict[str, Delay], key: str) -> None:
     """The lease is counted from before it was asked for, however late the answer."""
-    late["try_acquire"] = lambda: time.sleep(0.8)
     length = scaled(2)
+    late["try_acquire"] = lambda: time.sleep(DELAY)
     lease = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
-    assert 0 < lease.remaining() <= length - 0.8
+    assert 0 < lease.remaining() <= length - DELAY
     assert not believes_too_much(lease)
     assert lease.release()
 
@@ -72,9 +76,9 @@ def test_answer_to_a_re_entry(late: dict[str, Delay], key: str) -> None:
     """So is the longer lease that an inner acquisition asks for."""
     length = scaled(2)
     outer = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
-    late["reenter"] = lambda: time.sleep(0.8)
+    late["reenter"] = lambda: time.sleep(DELAY)
     inner = distributed_lock(key, lease=2 * length).acquire(timeout=0)
-    assert length < inner.remaining() <= 2 * length - 0.8
+    assert length < inner.remaining() <= 2 * length - DELAY
     assert not believes_too_much(inner)
     assert inner.release()
     assert outer.release()
@@ -87,10 +91,12 @@ def test_answer_to_a_renewal(late: dict[str, Delay], key: str) -> None:
     late["renew"] = lambda: (asked.set(), go_on.wait(DEADLINE))
     assert asked.wait(DEADLINE)
     before = lease.remaining()
-    eventually(lambda: lease.remaining() < before - 0.8)
+    eventually(lambda: lease.remaining() < before - DELAY)
     late.clear()
     go_on.set()
-    eventually(lambda: lease.remaining() > before, within=2.0, what="the renewal")
+    eventually(
+        lambda: lease.remaining() > before, within=scaled(2.0), what="the renewal"
+    )
     assert stored(key).expires_at > end
     assert not believes_too_much(lease)
     assert lease.release()

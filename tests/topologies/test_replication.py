@@ -127,7 +127,7 @@ class Failover:
         self.threads = threads
 
     def run(self, *, lags: bool) -> None:
-        """Kill the primary, which the standby may have not heard of for a while."""
+        """Kill the primary, which the standby may not have heard from for a while."""
         running = [self.threads().start(client) for client in self.clients]
         try:
             self._until_granted(20)
