@@ -28,12 +28,15 @@ LOCMEM = {"BACKEND": "dblocks.backends.locmem.LocMemBackend"}
 def in_memory(settings: Any) -> Iterator[None]:
     """All locks of the test are in memory, and none are left."""
     settings.DBLOCKS = {"default": LOCMEM, "second": LOCMEM}
+
+    def clear() -> None:
+        for alias in ("default", "second"):
+            clear_locks(alias)
+
     # Other tests may have left some.
-    for alias in ("default", "second"):
-        clear_locks(alias)
+    clear()
     yield
-    for alias in ("default", "second"):
-        clear_locks(alias)
+    clear()
 
 
 def table() -> LocMemBackend:

@@ -695,6 +695,10 @@ class Interruption(Exception):
     """An error that may come anywhere, such as a soft time limit's."""
 
 
+PARTS = ("acquire", "body", "release")
+"""The parts of a lock's use that are interrupted."""
+
+
 class Landings:
     """Where interrupts landed: in which part of a lock's use, and in which function."""
 
@@ -776,16 +780,15 @@ def interrupted(
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, longest))
 
     hit = rounds = 0
-    parts = ["acquire", "body", "release"]
 
     def is_enough() -> bool:
         # A release may be over before the interrupt comes.
-        rarest = min(landings.stages[part] for part in parts)
+        rarest = min(landings.stages[part] for part in PARTS)
         return hit >= hits and (rarest >= hits / 20 or hit >= 3 * hits)
 
     while not is_enough():
         rounds += 1
-        target, inside = chance.choice(parts), False
+        target, inside = chance.choice(PARTS), False
         # Else most would land where a connection is made, after the last one's end.
         connection.ensure_connection()
         try:
@@ -833,7 +836,7 @@ def cancelled(key: str, seed: int, hits: int, lease: float) -> None:
         stage[0] = "outside"
 
     async def cancel(number: int) -> bool:
-        stage, target = ["outside"], chance.choice(["acquire", "body", "release"])
+        stage, target = ["outside"], chance.choice(PARTS)
         task = asyncio.create_task(body(number, stage))
         while stage[0] != target and not task.done():
             await asyncio.sleep(0)
