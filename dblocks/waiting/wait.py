@@ -6,7 +6,7 @@ import logging
 from functools import partial
 
 from .. import clock, signals
-from ..backends.gates import Gate, GateClosed
+from ..backends.gates import QUEUE_BRIEFLY, Gate, GateClosed
 from ..backends.values import PINNED_GRACE, Reading
 from ..holding.holds import Hold
 from ..texts import visible
@@ -22,6 +22,9 @@ from .queue import (
 from .steps import InThread, run
 
 logger = logging.getLogger("dblocks")
+
+UNSEEN = Reading(remaining=PINNED_GRACE)
+"""Stands for a key that is probably taken, and has not been looked at."""
 
 MAX_PAUSE = 5.0
 """Seconds after which a waiter checks whether it is first."""
@@ -42,8 +45,9 @@ LONG_WAIT = 1.0
 def get(attempt: Attempt) -> Hold | Reading:
     """Get a key in this thread: the hold, or who has the key instead."""
     seen = None
-    queue = queues.find(attempt.backend, attempt.key, attempt.permits)
-    if queue is None or _overtakes(attempt):
+    place = attempt.backend, attempt.key
+    is_busy = queues.find(*place, attempt.permits) or queues.is_contended(*place)
+    if not is_busy or _overtakes(attempt):
         found = attempt.make()
         if isinstance(found, Hold):
             return found
@@ -148,15 +152,10 @@ class _Wait:
             # Its time is over: what the first waiter has seen is true for all.
             seen = queue.last_seen(attempt.give_up)
         if seen is None:
-            if attempt.owner is not None or not attempt.held_here():
-                found = await self.place.call(attempt.make)
-                if isinstance(found, Hold):
-                    return found
-                seen = found
-            else:
-                seen = await self.place.call(self._read)
-            # At once: others may have no time left to wait for what follows.
-            queue.saw(seen)
+            found = await self._first_look(queue)
+            if isinstance(found, Hold):
+                return found
+            seen = found
         gate: Gate | None = None
         if queue.is_first(self.waiter):
             # In the thread whose connection says whether there may be a gate.
@@ -172,6 +171,24 @@ class _Wait:
         finally:
             if gate is not None:
                 gate.leave()
+
+    async def _first_look(self, queue: WaitQueue) -> Hold | Reading:
+        """Ask for the key, unless that would certainly or very likely be refused."""
+        attempt = self.attempt
+        if attempt.owner is None:
+            if attempt.held_here():
+                seen = await self.place.call(self._read)
+                queue.saw(seen)
+                return seen
+            left = attempt.give_up - clock.monotonic()
+            is_first = left > PINNED_GRACE and queue.is_first(self.waiter)
+            if is_first and queues.is_contended(self.backend, self.key):
+                return UNSEEN
+        found = await self.place.call(attempt.make)
+        if isinstance(found, Reading):
+            # At once: others may have no time left to wait for what follows.
+            queue.saw(found)
+        return found
 
     async def _until_first(self, queue: WaitQueue, seen: Reading | None) -> None:
         """Wait for this waiter's turn, or for an answer if its time is over first."""
@@ -223,6 +240,8 @@ class _Wait:
                 # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
+                if seen is UNSEEN:
+                    seen = await self.place.call(self._read)
                 return timed_out(attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
@@ -249,6 +268,8 @@ class _Wait:
                 if overdue and taken and gate and not (gate.held or gate.is_bell):
                     queues.note_abandoned(self.backend, self.key)
                 if isinstance(found, Hold):
+                    if let_in and gate and gate.shortest <= QUEUE_BRIEFLY:
+                        queues.note_contended(self.backend, self.key)
                     return found
                 seen = found
                 queue.saw(seen)
