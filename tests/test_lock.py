@@ -651,6 +651,37 @@ def test_contended_key_that_nobody_has_looked_at(
     assert refused.value.holder == "the other"
 
 
+@pytest.mark.usefixtures("committed")
+@pytest.mark.parametrize("timeout", [0, 0.1])
+def test_try_while_the_key_changes_hands(
+    lock: Locks,
+    key: str,
+    backend: str,
+    timeout: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A waiter queues for no longer than it may: it would sit out another's hold."""
+    engine = backends[backend]
+    gate = gate_of(engine, key)
+    with held_by_another_process(engine, key):
+        pass
+    gate.enter(DEADLINE)
+    assert gate.held
+    enter, queued = type(gate).enter, list[float]()
+
+    def note(gate: Gate, seconds: float) -> None:
+        queued.append(seconds)
+        enter(gate, seconds)
+
+    monkeypatch.setattr(type(gate), "enter", note)
+    try:
+        lease = lock().try_acquire(timeout)
+    finally:
+        gate.leave()
+    assert all(0 < seconds <= timeout for seconds in queued)
+    assert lease is None or lease.release()
+
+
 def test_gates_that_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of very many keys whose gates are abandoned, the last are known."""
     monkeypatch.setattr(queue, "MOST_NOTED", 2)

@@ -261,20 +261,27 @@ class _Wait:
                 queue.saw(seen)
             is_free = seen.remaining <= 0 and not self._yields(seen, gate)
             if let_in or is_free or seen.is_had_by(attempt.owner):
-                overdue = not let_in and seen.remaining <= -PINNED_GRACE
-                found = await self.place.call(partial(self._make, gate))
-                latest = found.grant if isinstance(found, Hold) else found
-                taken = latest.version != seen.version
-                if overdue and taken and gate and not (gate.held or gate.is_bell):
-                    queues.note_abandoned(self.backend, self.key)
+                found = await self._ask(seen, gate, let_in)
                 if isinstance(found, Hold):
-                    if let_in and gate and gate.shortest <= QUEUE_BRIEFLY:
-                        queues.note_contended(self.backend, self.key)
                     return found
                 seen = found
                 queue.saw(seen)
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
+
+    async def _ask(
+        self, seen: Reading, gate: Gate | None, let_in: bool
+    ) -> Hold | Reading:
+        """Ask for the key, and note what the answer says of its gate."""
+        overdue = not let_in and seen.remaining <= -PINNED_GRACE
+        found = await self.place.call(partial(self._make, gate))
+        latest = found.grant if isinstance(found, Hold) else found
+        taken = latest.version != seen.version
+        if overdue and taken and gate and not (gate.held or gate.is_bell):
+            queues.note_abandoned(self.backend, self.key)
+        if let_in and latest is not found and gate and gate.shortest <= QUEUE_BRIEFLY:
+            queues.note_contended(self.backend, self.key)
+        return found
 
     def _yields(self, seen: Reading, gate: Gate | None) -> bool:
         """Tell whether to queue again rather than ask for a free key.
@@ -309,7 +316,8 @@ class _Wait:
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         abandoned = queues.is_abandoned(self.backend, self.key)
         if gate is not None and not _is_held(gate) and not abandoned:
-            wait = min(gate.patience(seen.remaining), until - now)
+            # Not until later: it would sit out the hold of whoever is let in.
+            wait = min(gate.patience(seen.remaining), self.attempt.give_up - now)
             if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
                 # After that, nobody yields to a gate whose owner does not come.
                 wait = min(wait, PINNED_GRACE + seen.remaining)
