@@ -141,12 +141,17 @@ class Statements:
             f"{self._from_now('max_hold', ends)}, {self.lease_end})"
         ) + self._returning("version")
 
-    @cached_property
-    def create_free(self) -> str:
+    @lru_cache(maxsize=64)  # noqa: B019
+    def create_free(self, size: int) -> str:
+        """Make rows of so many keys, which are free."""
         d = self.dialect
+        rows = ", ".join(
+            f"(%(key{n})s, '', '', '', 0, ({self.lowest}), {d.now})"
+            for n in range(size)
+        )
         return d.insert_unless_there(
             f"{d.table} ({d.key}, owner, holder, note, hold_count, version, "
-            f"expires_at) VALUES (%(key)s, '', '', '', 0, ({self.lowest}), {d.now})"
+            f"expires_at) VALUES {rows}"
         )
 
     @cached_property

@@ -385,15 +385,23 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
     Raises:
         GapLocked: One of them can't be inserted now.
     """
-    create = _texts(connection).create_free
     while True:
         seen = read_all(connection, keys)
         missing = [key for key in keys if key not in seen]
         if not missing:
             return seen
-        for key in missing:
-            if not _made(connection, changes, create, {"key": key}):
-                ensure_floor(connection)
+        make_rows(connection, missing)
+
+
+def make_rows(connection: Connection, keys: Sequence[str]) -> None:
+    """Insert free rows in one statement; on MySQL none if one of them exists already.
+
+    Raises:
+        GapLocked: One of them can't be inserted now.
+    """
+    create = _texts(connection).create_free(len(keys))
+    if not _made(connection, changes, create, numbered(keys)):
+        ensure_floor(connection)
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
