@@ -394,6 +394,57 @@ def test_statements(together: Together, key: str, size: int) -> None:
         assert len(releasing) == 1, releasing.captured_queries
 
 
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize("known", [0, 1], ids=["no rows", "some rows"])
+def test_new_set_is_granted_as_a_whole(
+    together: Together, names: list[str], other: OtherThread, known: int
+) -> None:
+    """Others never see a part of it taken, which it might have to give back."""
+    if connection.vendor == "mysql":
+        pytest.skip("no statement grants several keys, all or none")
+    for name in names[:known]:
+        together(name).acquire().release()
+    seen: list[int] = []
+
+    def look(execute: Any, *arguments: Any) -> Any:
+        seen.append(other.do(DistributedLock.objects.held().count))
+        return execute(*arguments)
+
+    with connection.execute_wrapper(look):
+        leases = together().acquire(timeout=0)
+    assert set(seen) <= {0, len(names)}, seen
+    assert leases.release() is True
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize("size", [2, 10, 1000])
+def test_statements_of_a_new_set(together: Together, key: str, size: int) -> None:
+    """All rows that are missing are made at once, however many they are."""
+    if connection.vendor == "mysql":
+        pytest.skip("no statement grants several keys, all or none")
+    lock = together(*(f"{key}:{number}" for number in range(size)))
+    with CaptureQueriesContext(connection) as taking:
+        leases = lock.acquire()
+    assert len(leases) == size
+    made = [query for query in taking if "INSERT INTO" in query["sql"]]
+    assert len(made) == 1
+    assert len(taking) <= 5, taking.captured_queries
+    assert leases.release() is True
+
+
+@pytest.mark.needs("has_table")
+def test_tokens_of_a_new_set(together: Together, key: str) -> None:
+    """They rise above all that were pruned, in each of its rows."""
+    before: list[int] = []
+    for _ in range(3):
+        with together() as leases:
+            tokens = [lease.fencing_token or 0 for lease in leases.values()]
+        assert min(tokens) > max(before, default=0)
+        before = tokens
+        rows = DistributedLock.objects.filter(key__startswith=key)
+        assert rows.prune(older_than=0) == len(tokens)
+
+
 def pay(balance: int, account: Any, lock: Any, lost: str | None = None) -> None:
     """Write a balance under a lock that commits only while it is held."""
     with lock:

@@ -224,6 +224,31 @@ def test_several_keys_beside_another_writer(
     assert distributed_lock(*keys).acquire(timeout=0).release() is True
 
 
+@pytest.mark.parametrize("at", range(1, 8))
+def test_new_set_goes_to_somebody(key: str, other: OtherThread, at: int) -> None:
+    """Of two that try for it, one has it, wherever others and a writer come between."""
+    lock = distributed_lock(*(f"{key}:{number}" for number in range(2)), timeout=0)
+    answers: list[Any] = []
+    statements = 0
+
+    with ExitStack() as writing:
+
+        def come_between(execute: Any, *arguments: Any) -> Any:
+            nonlocal statements
+            statements += 1
+            if statements == at:
+                answers.append(other.do(lock.try_acquire))
+                if answers == [None]:
+                    writing.enter_context(another_writer())
+            return execute(*arguments)
+
+        with connection.execute_wrapper(come_between):
+            answers.append(lock.try_acquire())
+    had = [leases for leases in answers if leases is not None]
+    assert len(had) == 1
+    had[0].release()
+
+
 def test_waits_for_another_writer(lock: Locks) -> None:
     """A free key is had as soon as the other's transaction is over."""
     with another_writer(1.0), takes(0.3, 1.0 + SLACK):

@@ -122,7 +122,7 @@ def _take_any(
 def take_all(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | Taken | None:
-    """Grant several keys that have rows and are free, all or none of them.
+    """Grant several keys that are free, all or none of them.
 
     Who is refused has changed nothing.
     """
@@ -149,11 +149,10 @@ def _take_all(
                 owned = request.explicit and seen[key].owner == request.owner
                 return None if owned else Taken(key, seen[key])
         for key in keys:
-            if key in seen and not _is_free(seen[key], queues.get(key), patient):
+            it = seen.get(key, Reading())
+            if not _is_free(it, queues.get(key), patient):
                 return None
-        if rest and len(seen) == len(keys):
-            return several_rows.take(connection, request, keys)
-        return None
+        return several_rows.take(connection, request, keys) if rest else None
     finally:
         for gate in gates.values():
             gate.leave()

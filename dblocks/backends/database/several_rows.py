@@ -21,11 +21,28 @@ def _texts(connection: Connection) -> statements.Statements:
 def take(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
-    """Grant several keys that have rows and are free, all or none of them.
+    """Grant several keys that are free, all or none of them.
+
+    Where one statement does that, the rows that are missing are made before, unless
+    one of the keys is taken.
 
     Args:
         request: For whom, and how; its own key doesn't matter.
     """
+    granted = _take(connection, request, keys)
+    if granted is not None or not dialects.of(connection).returns_rows:
+        return granted
+    seen = table.read_all(connection, keys)
+    missing = [key for key in keys if key not in seen]
+    if not missing or any(it.remaining > 0 for it in seen.values()):
+        return None
+    table.make_rows(connection, missing)
+    return _take(connection, request, keys)
+
+
+def _take(
+    connection: Connection, request: Request, keys: Sequence[str]
+) -> list[Granted] | None:
     dialect = dialects.of(connection)
     if request.explicit and not dialect.returns_rows:
         # A new grant couldn't be told from one that the owner had before.
