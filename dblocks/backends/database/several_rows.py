@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from django.db import DatabaseError
@@ -36,7 +37,8 @@ def take(
     missing = [key for key in keys if key not in seen]
     if not missing or any(it.remaining > 0 for it in seen.values()):
         return None
-    table.make_rows(connection, missing)
+    with suppress(table.GapLocked):
+        table.make_rows(connection, missing)
     return _take(connection, request, keys)
 
 

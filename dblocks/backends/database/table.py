@@ -394,14 +394,17 @@ def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Readin
 
 
 def make_rows(connection: Connection, keys: Sequence[str]) -> None:
-    """Insert free rows in one statement; on MySQL none if one of them exists already.
+    """Insert free rows; in one statement, unless that could make inserts deadlock.
 
     Raises:
         GapLocked: One of them can't be inserted now.
     """
-    create = _texts(connection).create_free(len(keys))
-    if not _made(connection, changes, create, numbered(keys)):
-        ensure_floor(connection)
+    # InnoDB keeps a lock on a row that it found there, and perhaps on the gap.
+    together = dialects.of(connection).returns_rows
+    for group in [keys] if together else [[key] for key in keys]:
+        create = _texts(connection).create_free(len(group))
+        if not _made(connection, changes, create, numbered(group)):
+            ensure_floor(connection)
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
