@@ -24,11 +24,8 @@ LONGEST_PAUSE = 0.1
 ABANDONED_FOR = 10.0
 """Seconds for which nobody here queues at a gate that was found abandoned."""
 
-CONTENDED_FOR = 0.5
-"""Seconds for which a key counts as contended after it was handed on at its gate."""
-
-MOST_NOTED = 1000
-"""The most keys that are remembered as contended, and the most abandoned gates."""
+MOST_ABANDONED = 1000
+"""The most gates that are remembered as abandoned."""
 
 NEWS = 2 * QUEUE_FOR
 """Seconds for which the others may use what the first waiter has seen.
@@ -171,8 +168,6 @@ class WaitQueues:
         #: Until when the gates of keys count as abandoned: a stopped process has such a
         #: gate, or a session that outlived its process.
         self._abandoned: dict[tuple[BaseBackend, str], float] = {}
-        #: Until when keys count as contended.
-        self._contended: dict[tuple[BaseBackend, str], float] = {}
 
     def find(
         self, backend: BaseBackend, key: str, permits: int = 1
@@ -216,16 +211,9 @@ class WaitQueues:
 
     def note_abandoned(self, backend: BaseBackend, key: str) -> None:
         """Note that the owner of a key's gate didn't take the key in time."""
-        _note(self._abandoned, (backend, key), ABANDONED_FOR)
-
-    def is_contended(self, backend: BaseBackend, key: str) -> bool:
-        """Tell whether to queue at a key's gate without asking for the key first."""
-        until = self._contended.get((backend, key), 0.0)
-        return clock.monotonic() < until and not self.is_abandoned(backend, key)
-
-    def note_contended(self, backend: BaseBackend, key: str) -> None:
-        """Note that a waiter here got the key when others let it in at the gate."""
-        _note(self._contended, (backend, key), CONTENDED_FOR)
+        if len(self._abandoned) >= MOST_ABANDONED:
+            self._abandoned.clear()
+        self._abandoned[backend, key] = clock.monotonic() + ABANDONED_FOR
 
     def freed(self, backend: BaseBackend, key: str) -> None:
         """Tell the first in each of its queues that the key may be free now."""
@@ -235,16 +223,6 @@ class WaitQueues:
             if queue is not None:
                 queue.freed = True
                 queue.wake_first()
-
-
-def _note(
-    noted: dict[tuple[BaseBackend, str], float],
-    place: tuple[BaseBackend, str],
-    seconds: float,
-) -> None:
-    if len(noted) >= MOST_NOTED:
-        noted.clear()
-    noted[place] = clock.monotonic() + seconds
 
 
 queues = WaitQueues()

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 
 from .. import clock, signals
-from ..backends.gates import QUEUE_BRIEFLY, Gate, GateClosed
+from ..backends.gates import Gate, GateClosed
 from ..backends.values import PINNED_GRACE, Reading
 from ..holding.holds import Hold
 from ..texts import visible
@@ -22,9 +22,6 @@ from .queue import (
 from .steps import InThread, run
 
 logger = logging.getLogger("dblocks")
-
-UNSEEN = Reading(remaining=PINNED_GRACE)
-"""Stands for a key that is probably taken, and has not been looked at."""
 
 MAX_PAUSE = 5.0
 """Seconds after which a waiter checks whether it is first."""
@@ -45,9 +42,8 @@ LONG_WAIT = 1.0
 def get(attempt: Attempt) -> Hold | Reading:
     """Get a key in this thread: the hold, or who has the key instead."""
     seen = None
-    place = attempt.backend, attempt.key
-    is_busy = queues.find(*place, attempt.permits) or queues.is_contended(*place)
-    if not is_busy or _overtakes(attempt):
+    queue = queues.find(attempt.backend, attempt.key, attempt.permits)
+    if queue is None or _overtakes(attempt):
         found = attempt.make()
         if isinstance(found, Hold):
             return found
@@ -152,10 +148,15 @@ class _Wait:
             # Its time is over: what the first waiter has seen is true for all.
             seen = queue.last_seen(attempt.give_up)
         if seen is None:
-            found = await self._first_look(queue)
-            if isinstance(found, Hold):
-                return found
-            seen = found
+            if attempt.owner is not None or not attempt.held_here():
+                found = await self.place.call(attempt.make)
+                if isinstance(found, Hold):
+                    return found
+                seen = found
+            else:
+                seen = await self.place.call(self._read)
+            # At once: others may have no time left to wait for what follows.
+            queue.saw(seen)
         gate: Gate | None = None
         if queue.is_first(self.waiter):
             # In the thread whose connection says whether there may be a gate.
@@ -171,24 +172,6 @@ class _Wait:
         finally:
             if gate is not None:
                 gate.leave()
-
-    async def _first_look(self, queue: WaitQueue) -> Hold | Reading:
-        """Ask for the key, unless that would certainly or very likely be refused."""
-        attempt = self.attempt
-        if attempt.owner is None:
-            if attempt.held_here():
-                seen = await self.place.call(self._read)
-                queue.saw(seen)
-                return seen
-            left = attempt.give_up - clock.monotonic()
-            is_first = left > PINNED_GRACE and queue.is_first(self.waiter)
-            if is_first and queues.is_contended(self.backend, self.key):
-                return UNSEEN
-        found = await self.place.call(attempt.make)
-        if isinstance(found, Reading):
-            # At once: others may have no time left to wait for what follows.
-            queue.saw(found)
-        return found
 
     async def _until_first(self, queue: WaitQueue, seen: Reading | None) -> None:
         """Wait for this waiter's turn, or for an answer if its time is over first."""
@@ -240,8 +223,6 @@ class _Wait:
                 # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
-                if seen is UNSEEN:
-                    seen = await self.place.call(self._read)
                 return timed_out(attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
@@ -261,27 +242,18 @@ class _Wait:
                 queue.saw(seen)
             is_free = seen.remaining <= 0 and not self._yields(seen, gate)
             if let_in or is_free or seen.is_had_by(attempt.owner):
-                found = await self._ask(seen, gate, let_in)
+                overdue = not let_in and seen.remaining <= -PINNED_GRACE
+                found = await self.place.call(partial(self._make, gate))
+                latest = found.grant if isinstance(found, Hold) else found
+                taken = latest.version != seen.version
+                if overdue and taken and gate and not (gate.held or gate.is_bell):
+                    queues.note_abandoned(self.backend, self.key)
                 if isinstance(found, Hold):
                     return found
                 seen = found
                 queue.saw(seen)
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
-
-    async def _ask(
-        self, seen: Reading, gate: Gate | None, let_in: bool
-    ) -> Hold | Reading:
-        """Ask for the key, and note what the answer says of its gate."""
-        overdue = not let_in and seen.remaining <= -PINNED_GRACE
-        found = await self.place.call(partial(self._make, gate))
-        latest = found.grant if isinstance(found, Hold) else found
-        taken = latest.version != seen.version
-        if overdue and taken and gate and not (gate.held or gate.is_bell):
-            queues.note_abandoned(self.backend, self.key)
-        if let_in and latest is not found and gate and gate.shortest <= QUEUE_BRIEFLY:
-            queues.note_contended(self.backend, self.key)
-        return found
 
     def _yields(self, seen: Reading, gate: Gate | None) -> bool:
         """Tell whether to queue again rather than ask for a free key.
