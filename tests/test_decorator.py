@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import django
@@ -837,6 +838,47 @@ def test_callable_that_makes_no_key(result: Any) -> None:
     with pytest.raises(InvalidKey) as caught:
         distributed_lock(lambda: result)(key_now)()
     assert repr(result) in str(caught.value)
+
+
+def test_callable_key_that_asks_the_database(settings: Any, key: str) -> None:
+    """For an async function it is called again in a thread; the task has the lock."""
+    settings.DEBUG = True
+    asker: ContextVar[str] = ContextVar("asker")
+    calls: list[str] = []
+
+    def make(depth: int) -> str:
+        calls.append(asker.get())
+        return f"{key}:{Account.objects.count()}"
+
+    @distributed_lock(make, timeout=0)
+    async def job(depth: int) -> tuple[str, str]:
+        if depth:
+            return await job(depth - 1)
+        return key_now(), asker.get()
+
+    async def main() -> tuple[str, str]:
+        asker.set("task")
+        return await job(1)
+
+    with pytest.warns(RuntimeWarning, match="queries ran while the key") as caught:
+        assert async_to_sync(main)() == (f"{key}:{Account.objects.count()}", "task")
+    assert calls == ["task"] * 4
+    assert [each.filename for each in caught] == [__file__] * 2
+
+
+def test_callable_key_that_asks_nothing(key: str) -> None:
+    """It is called once, in the event loop's thread."""
+    threads: list[int] = []
+
+    def make() -> str:
+        threads.append(get_ident())
+        return key
+
+    @distributed_lock(make)
+    async def job() -> int:
+        return get_ident()
+
+    assert [async_to_sync(job)()] == threads
 
 
 def test_async_callable_key() -> None:

@@ -589,7 +589,10 @@ def test_async_function(function: Any) -> None:
         transaction_lock("k")(function)
 
 
-def test_async_class(site: Site, key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["k", lambda *args: f"k{Account.objects.count()}"], ids=["literal", "reads"]
+)
+def test_async_class(site: Site, key: Any) -> None:
     """So is an async class-based view, whose dispatch looks like a function."""
 
     @method_decorator(transaction_lock(key), name="dispatch")

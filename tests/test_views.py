@@ -495,6 +495,28 @@ def test_request_in_a_template(ask: Any, key: str) -> None:
     assert ask(view).status_code == 200
 
 
+@MAIN_ASYNC_VIEWS
+@pytest.mark.parametrize("of", ["template", "callable"])
+def test_lazy_user_in_the_key_of_an_async_view(
+    ask: Any, settings: Any, key: str, make: Any, of: str
+) -> None:
+    """The key may be the first to ask the database who is signed in."""
+    settings.MIDDLEWARE = ["tests.support.web.lazily_signed_in"]
+    texts = {
+        "template": key + ":{request.user.real}",
+        "callable": lambda *args, **_: f"{key}:{request_in(args).user.real}",
+    }
+    view = make(distributed_lock(texts[of], timeout=0))
+    with hold_elsewhere(f"{key}:{Account.objects.count()}"):
+        assert ask(view).status_code == 423
+    assert ask(view).content == b"inside"
+
+
+def request_in(args: tuple[Any, ...]) -> Any:
+    """Return the request that a view or a method of its class is called with."""
+    return next(each for each in args if isinstance(each, HttpRequest))
+
+
 def anybody(request: HttpRequest) -> HttpResponse:
     """A view function."""
     return HttpResponse()
@@ -639,9 +661,10 @@ async def loads_user(request: HttpRequest) -> HttpResponse:
         (inside, "", "GET /"),
         (inside, "checkout by {request.user}", "checkout by somebody"),
         (ainside, "", "GET /"),
+        (ainside, "checkout by {request.user}", "checkout by somebody"),
         (loads_user, None, "checkout by somebody"),
     ],
-    ids=["default", "asked for", "async default", "async block"],
+    ids=["default", "asked for", "async default", "async asked for", "async block"],
 )
 def test_note_of_who_asks(
     site: Site, settings: Any, lock: Any, key: str, view: Any, note: Any, expected: str
@@ -1132,15 +1155,21 @@ def accounts(request: HttpRequest) -> str:
     return f"accounts:{Account.objects.count()}"
 
 
-@pytest.mark.parametrize("form", [distributed_lock, row_lock])
+@pytest.mark.parametrize(
+    ("form", "function"),
+    [(distributed_lock, inside), (distributed_lock, ainside), (row_lock, inside)],
+    ids=["distributed_lock", "async", "transaction_lock"],
+)
 @pytest.mark.parametrize(
     "text", [accounts, "basket:{request.user.real}"], ids=["callable", "template"]
 )
-def test_key_that_reads(site: Site, settings: Any, form: Any, text: Any) -> None:
+def test_key_that_reads(
+    site: Site, settings: Any, form: Any, function: Any, text: Any
+) -> None:
     """In debug mode a key is warned about that is made of what a query reads."""
     settings.DEBUG = True
     settings.MIDDLEWARE = ["tests.support.web.lazily_signed_in"]
-    (message,) = warned_by(site, form(text)(inside))
+    (message,) = warned_by(site, form(text)(function))
     assert "inside" in message
     assert "SELECT" in message
 
@@ -1157,7 +1186,8 @@ def test_key_that_reads_in_production(site: Site, lock: Any) -> None:
     assert warned_by(site, lock(key=accounts)(inside)) == []
 
 
-def test_key_of_who_asks(site: Site, settings: Any) -> None:
+@pytest.mark.parametrize("function", [inside, ainside])
+def test_key_of_who_asks(site: Site, settings: Any, function: Any) -> None:
     """Who is signed in, and with which session, isn't what a lock protects."""
     settings.DEBUG = True
     settings.MIDDLEWARE = [
@@ -1165,15 +1195,16 @@ def test_key_of_who_asks(site: Site, settings: Any) -> None:
         "django.contrib.auth.middleware.AuthenticationMiddleware",
     ]
     user = User.objects.create_user("somebody")
-    view = distributed_lock("user:{request.user.pk}")(inside)
+    view = distributed_lock("user:{request.user.pk}")(function)
     client = site.serve(view)
     client.force_login(user)
     try:
         with CaptureQueriesContext(connection) as queries:
-            assert client.get("/").status_code == 200
+            response = client.get("/")
     finally:
         user.delete()
         Session.objects.all().delete()
+    assert response.status_code == 200, response.exc_info
     assert any("auth_user" in query["sql"] for query in queries)
 
 

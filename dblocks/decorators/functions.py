@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial, wraps
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
+from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpRequest
 
 from ..exceptions import LockTimeout
@@ -103,12 +104,24 @@ class _Calls:
 
     def make_texts(self, args: Args, kwargs: Kwargs) -> CallText:
         """Return the keys and the note of a call."""
-        if not settings.DEBUG:
-            return self.texts.make(args, kwargs)
-        with queries_seen() as queries:
-            made = self.texts.make(args, kwargs)
+        made, queries = self._make_texts(args, kwargs)
         warn_of_queries(queries, self.name)
         return made
+
+    async def amake_texts(self, args: Args, kwargs: Kwargs) -> CallText:
+        """Do the same in a thread, if it turns out that they ask the database."""
+        with suppress(SynchronousOnlyOperation):
+            return self.make_texts(args, kwargs)
+        made, queries = await sync_to_async(self._make_texts)(args, kwargs)
+        warn_of_queries(queries, self.name)
+        return made
+
+    def _make_texts(self, args: Args, kwargs: Kwargs) -> tuple[CallText, list[str]]:
+        """Return the keys and the note, and in debug mode what they asked."""
+        if not settings.DEBUG:
+            return self.texts.make(args, kwargs), []
+        with queries_seen() as queries:
+            return self.texts.make(args, kwargs), queries
 
     def refuse_async(self) -> None:
         """Raise if async code would run in a transaction."""
@@ -189,7 +202,7 @@ class LeaseCalls(_Calls):
             below = views.is_below_api_view(self.wrapper, request.resolver_match)
             transactions.warn_if_late(self.name, below_api_view=below)
             under = partial(transactions.under, aliases)
-        lock = self._lock_for(args, kwargs, of_view)
+        lock = self._lock_for(self.make_texts(args, kwargs), of_view)
         try:
             lease = lock.acquire(self.timeout)
         except LockTimeout as error:
@@ -209,7 +222,7 @@ class LeaseCalls(_Calls):
         Args:
             of_view: The request, if the call is a view's.
         """
-        lock = self._lock_for(args, kwargs, of_view)
+        lock = self._lock_for(await self.amake_texts(args, kwargs), of_view)
         try:
             lease = await lock.aacquire(self.timeout)
         except LockTimeout as error:
@@ -224,10 +237,8 @@ class LeaseCalls(_Calls):
             late.warn(response)
         return response
 
-    def _lock_for(
-        self, args: Args, kwargs: Kwargs, of_view: HttpRequest | None
-    ) -> Lock[Any]:
-        keys, note, templates = self.make_texts(args, kwargs)
+    def _lock_for(self, made: CallText, of_view: HttpRequest | None) -> Lock[Any]:
+        keys, note, templates = made
         if not self.lock.note:
             note = views.view_note(of_view) or self._default_note
         return self.lock.for_call(keys, note, templates)
@@ -263,10 +274,10 @@ class RowCalls(_Calls):
             self.skip = "skip_locked=True"
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
-        lock = self.lock.with_keys(self.make_texts(args, kwargs).keys)
         request, of_view = self.requests(args)
         if request is not None and views.is_async_view(self.function, args):
             self.refuse_async()
+        lock = self.lock.with_keys(self.make_texts(args, kwargs).keys)
         with ExitStack() as block:
             try:
                 row = block.enter_context(lock)
