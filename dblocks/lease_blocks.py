@@ -201,6 +201,8 @@ class LeaseBlock(ABC):
             LeaseLost: The lease is lost. A lost lease is never brought back.
             DatabaseError: The database is out of reach, or a transaction has kept the
                 row locked for more than a second. The lease runs on as before.
+            TransactionManagementError: On SQLite, which has one writer, this thread has
+                a transaction open there. The lease runs on as before.
         """
         seconds = None if lease is None else validation.lease(lease)
         self.check()

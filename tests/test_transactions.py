@@ -234,6 +234,20 @@ def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
 
 
 @pytest.mark.needs("has_table")
+def test_sqlite_renewal_inside_a_transaction(acquire: Leases) -> None:
+    """Nor can a lease be renewed there, which says so; the lease stays as it is."""
+    if connection.vendor != "sqlite":
+        pytest.skip("this database has many writers")
+    lease = acquire()
+    with transaction.atomic():
+        with pytest.raises(TransactionManagementError, match="renewed") as caught:
+            lease.renew()
+        assert lease.held
+    assert "taken" not in str(caught.value)
+    lease.renew()
+
+
+@pytest.mark.needs("has_table")
 def test_sqlite_inner_acquisition_writes_nothing(acquire: Leases, key: str) -> None:
     """On SQLite an inner acquisition in a transaction is counted in the process."""
     if connection.vendor != "sqlite":

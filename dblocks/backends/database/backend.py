@@ -16,6 +16,7 @@ from django.db import (
     router,
 )
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.transaction import TransactionManagementError
 
 from ...permits import apart, row_keys
 from ..base import Renewer
@@ -184,7 +185,16 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             in_test = transactions.in_test_case(connection)
             return table.renew(connection, renewals, overdue=in_test)
 
-        return run(connections[self.using], renew)
+        try:
+            return run(connections[self.using], renew)
+        except TransactionManagementError:
+            if can_write(self.using):
+                raise
+            raise TransactionManagementError(
+                "SQLite has one writer: a lease can't be renewed beside this thread's "
+                "open transaction. Renew it before that begins, or give the lock a "
+                "lease that outlasts it."
+            ) from None
 
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         again = partial(table.release_again, deadline=deadline)
