@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
 from threading import Event, get_ident
 from typing import Any
+from unittest import mock
 
 import django
 import pytest
@@ -498,10 +499,67 @@ def test_argument_that_makes_no_key(number: str) -> None:
         distributed_lock("{number}")(named)(number)  # type: ignore[arg-type]
 
 
-def test_wrong_call() -> None:
+class Numbered:
+    """Has a method that is decorated in Django's way."""
+
+    @method_decorator(distributed_lock("{number}"))
+    def method(self, number: int) -> str:
+        """Do what a function of one parameter does."""
+        return key_now()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [distributed_lock("{number}")(named), Numbered().method],
+    ids=["function", "method_decorator"],
+)
+def test_wrong_call(call: Any) -> None:
     """A call that the function refuses is a TypeError, and nothing is locked."""
-    with pytest.raises(TypeError, match="number"):
-        distributed_lock("{number}")(named)()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^missing a required argument: 'number'$"):
+        call()
+
+
+def prepending(function: Any) -> Any:
+    """Supply a function's first argument, and show its signature all the same."""
+
+    @wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function("supplied", *args, **kwargs)
+
+    return inner
+
+
+def two(one: Any, other: Any) -> str:
+    """A function that is called with one argument, and a decorator adds the other."""
+    return key_now()
+
+
+SUPPLYING = pytest.mark.parametrize(
+    "decorator", [prepending, mock.patch("os.getcwd")], ids=["first", "last"]
+)
+
+
+@SUPPLYING
+@pytest.mark.parametrize("text", ["key", "note"])
+def test_template_above_a_decorator_that_supplies_arguments(
+    key: str, decorator: Any, text: str
+) -> None:
+    """The call doesn't fit the function: the error names the template and a way out."""
+    texts = {"key": (key + ":{one}",), "note": (key,)}
+    lock = distributed_lock(*texts[text], note="{one}" if text == "note" else "")
+    with pytest.raises(TypeError) as caught:
+        lock(decorator(two))(5)
+    for words in (f"the {text}'s template", "{one}", "two(one", "'other'", "callable"):
+        assert words in str(caught.value)
+
+
+@SUPPLYING
+def test_callable_key_above_a_decorator_that_supplies_arguments(
+    key: str, decorator: Any
+) -> None:
+    """A callable gets the arguments of the call, as they are."""
+    job = distributed_lock(lambda number: f"{key}:{number}")(decorator(two))
+    assert job(5) == f"{key}:5"
 
 
 # Notes

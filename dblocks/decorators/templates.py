@@ -18,7 +18,7 @@ from django.utils.functional import Promise
 from .. import validation
 from ..exceptions import InvalidKey
 from ..validation import Key
-from .decoratable import name_of
+from .decoratable import layers, name_of
 
 Text = str | Callable[..., str]
 """What makes a key or a note: a ``str.format`` template, or a callable."""
@@ -51,6 +51,7 @@ class CallTexts:
 
     def __init__(self, keys: Sequence[Key], note: Text, function: Any) -> None:
         name = name_of(function)
+        self._function = function
         self._keys, self._note = [_Key(key, name) for key in keys], _Note(note, name)
         self._signature: inspect.Signature | None = None
         makers = [*self._keys, self._note]
@@ -63,7 +64,11 @@ class CallTexts:
         """Return the keys and the note of a call."""
         values: dict[str, Any] = {}
         if self._signature is not None:
-            bound = self._signature.bind(*args, **kwargs)
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                self._explain(error, self._signature)
+                raise
             bound.apply_defaults()
             # A name in **kwargs counts as a field of its own too.
             values = {**bound.kwargs, **bound.arguments}
@@ -78,6 +83,21 @@ class CallTexts:
             if isinstance(key.text, str)
         }
         return CallText(keys, self._note.make(args, kwargs, values), templates)
+
+    def _explain(self, error: TypeError, signature: inspect.Signature) -> None:
+        """Raise a clearer error if a decorator below may be what changes arguments."""
+        if not any(
+            hasattr(layer, "__wrapped__") and not _wraps_something_else(layer)
+            for layer in layers(self._function)
+        ):
+            return
+        text = next(each for each in (*self._keys, self._note) if each.fields)
+        raise TypeError(
+            f"the {text.name}'s template {text.text!r} can't be filled: the call "
+            f"doesn't fit {text.function}{signature}: {error}. If a decorator below "
+            f"the lock changes the arguments, give a callable as the {text.name}: it "
+            f"gets those of the call, as they are."
+        ) from error
 
 
 def function_note(function: Any) -> str:
