@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from . import validation
 from .conf import DEFAULT_ALIAS
-from .decorators.decoratable import is_bare
+from .decorators.decoratable import refuse_bare
 from .leases import Lease, Leases
 from .locks import Lock
 from .validation import UNSET, Key, OnLocked, Unset
@@ -144,12 +144,8 @@ def distributed_lock(
         TypeError: An argument, or the decorated object, has the wrong type.
         ValueError: An argument is out of range, or excludes another.
     """
-    bare = len(keys) == 1 and timeout is lease is UNSET
-    if bare and is_bare(keys[0], sys._getframe(1)):
-        raise TypeError(
-            "@distributed_lock is used without parentheses: write "
-            '@distributed_lock("key"), or give the key as a template or a callable.'
-        )
+    if len(keys) == 1 and timeout is lease is UNSET:
+        refuse_bare("distributed_lock", keys[0], sys._getframe(1))
     return Lock(
         keys=validation.named(keys),
         permits=validation.permits(permits, of_one=len(keys) == 1),

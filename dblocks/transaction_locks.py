@@ -17,7 +17,7 @@ from .advice import warn_of_template
 from .backends.database import row_locks
 from .backends.database.transactions import in_transaction
 from .conf import DEFAULT_ALIAS, backends
-from .decorators.decoratable import is_bare
+from .decorators.decoratable import refuse_bare
 from .decorators.functions import RowCalls
 from .exceptions import LockError
 from .holding import owners
@@ -83,11 +83,8 @@ def transaction_lock(
         LockError: On entering: the same owner has a lease on the key.
         NotSupportedError: On entering: the locks are in another database, or in none.
     """
-    if timeout is UNSET and len(keys) == 1 and is_bare(keys[0], sys._getframe(1)):
-        raise TypeError(
-            "@transaction_lock is used without parentheses: write "
-            '@transaction_lock("key"), or give the key as a template or a callable.'
-        )
+    if timeout is UNSET and len(keys) == 1:
+        refuse_bare("transaction_lock", keys[0], sys._getframe(1))
     return TransactionLock(keys, timeout, nowait, skip_locked, backend)
 
 

@@ -1059,6 +1059,13 @@ def test_without_parentheses(define: Any, form: Any) -> None:
         define(form)
 
 
+@pytest.mark.parametrize("form", [distributed_lock, transaction_lock])
+def test_class_as_a_key(form: Any) -> None:
+    """A class can't be the key, as it looks like one that is decorated."""
+    with pytest.raises(TypeError, match="or its key is a class"):
+        form(str)
+
+
 def test_callable_key_that_wraps_no_python_code() -> None:
     """A function that makes keys may wrap one that is written in C."""
 

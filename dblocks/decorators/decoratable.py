@@ -69,7 +69,18 @@ def _call_method(function: Any) -> Any:
     return getattr(function, "__call__", None)  # noqa: B004
 
 
-def is_bare(key: object, caller: FrameType) -> bool:
+def refuse_bare(decorator: str, key: object, caller: FrameType) -> None:
+    """Raise ``TypeError`` for a decorator without parentheses."""
+    if _is_bare(key, caller):
+        # One that is given as the key looks like one that is decorated.
+        or_class = ", or its key is a class" if isinstance(key, type) else ""
+        raise TypeError(
+            f"@{decorator} is used without parentheses{or_class}: write "
+            f'@{decorator}("key"), or give the key as a template or a function.'
+        )
+
+
+def _is_bare(key: object, caller: FrameType) -> bool:
     """Tell whether ``key`` is the function under a decorator without parentheses.
 
     A callable key looks the same but for this: the function that is being decorated
