@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -69,6 +70,39 @@ def test_list_show_and_release(
     assert caught.value.reason == "forced"
     status, out, err = locks("list", "--key", key, "--state", "held", "--json", *here)
     assert (status, json.loads(out)) == (0, [])
+
+
+def test_list_and_release_by_age(
+    locks: Run, backend: str, key: str, lock: Locks, other: OtherThread
+) -> None:
+    """What has been held for longest comes first; what is younger is left alone."""
+    here = ["--backend", backend]
+    old = other.do(lock(f"{key}:old").acquire, timeout=0)
+    time.sleep(scaled(0.5))
+    young = other.do(lock(f"{key}:a").acquire, timeout=0)
+
+    def listed() -> list[dict[str, Any]]:
+        options = ["--key", f"{key}*", "--state", "held", "--sort", "age", "--json"]
+        status, out, err = locks("list", *options, *here)
+        assert (status, err) == (0, "")
+        return list(json.loads(out))
+
+    first, second = listed()
+    assert (first["key"], second["key"]) == (old.key, young.key)
+    assert first["age"] > second["age"] + scaled(0.3)
+    assert first["expires_at"] > first["acquired_at"]
+    release = ["release", "--key", f"{key}*", "--yes", *here]
+    status, out, err = locks(*release, "--older-than", "1h")
+    assert (status, out) == (1, "")
+    assert "nothing that is taken matches" in err
+    limit = (first["age"] + second["age"]) / 2
+    between = f"{limit + listed()[1]['age'] - second['age']:.3f}"
+    status, out, err = locks(*release, "--older-than", between)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"Released {old.key!r}")
+    assert [each["key"] for each in listed()] == [young.key]
+    other.do(old.release)
+    other.do(young.release)
 
 
 @pytest.mark.usefixtures("told_by_another", "shared")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -290,9 +291,10 @@ class ZooKeeperBackend(BaseBackend):
             yield from self._entries(rows[start : start + AT_ONCE])
 
     def _entries(self, rows: Sequence[str]) -> Iterator[Entry]:
-        found = patiently(
-            self._address, FOR_OPERATORS, lambda x, until: _holders(x, rows, until)
+        found, now = patiently(
+            self._address, FOR_OPERATORS, partial(_holders_and_time, rows)
         )
+        lease = timedelta(seconds=self.lease)
         for row, _, content, stat in found:
             grant = Grant(row, content.owner, stat.czxid)
             mine = self._held(opened(self._address), grant)
@@ -304,6 +306,8 @@ class ZooKeeperBackend(BaseBackend):
                 hold_count=1 if mine is None else mine.count,
                 version=stat.czxid,
                 acquired_at=moment(granted_at(content, stat)),
+                # A waiter that is just being let in has waited, and held nothing.
+                expires_at=now + lease if now and not content.waits else None,
                 remaining=self.lease,
                 release_requested_at=moment(stat.mtime) if content.since else None,
             )
@@ -388,6 +392,17 @@ def _holders(
         for (row, path), node in zip(paths.items(), found, strict=True)
         if node is not None
     ]
+
+
+def _holders_and_time(
+    rows: Sequence[str], session: Session, give_up: float
+) -> tuple[list[tuple[str, str, nodes.Content, Any]], datetime | None]:
+    """Return the holders of some keys, and the server's clock if there are any."""
+    found = _holders(session, rows, give_up)
+    times = (session.now(path, give_up) for _, path, _, _ in found)
+    # Only a write tells it, into the folder of one that is still there.
+    now = next(filter(None, times), None)
+    return found, None if now is None else moment(now)
 
 
 def _overdue(
