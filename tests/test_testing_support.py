@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
+from django.core.management import CommandError, call_command
 from django.db import IntegrityError, transaction
 from django.test import TestCase, TransactionTestCase
 
@@ -439,6 +440,17 @@ class InsideTestCase(TestCase):
             assert self.held("inside")
             assert distributed_lock("inside").try_acquire() is None
         distributed_lock("inside").acquire(timeout=0).release()
+
+    def test_run_locked(self) -> None:
+        """A command takes its lock on the test's connection, or finds it taken."""
+        distributed_lock("written").acquire(timeout=0).release()
+        call_command("run_locked", "inside", "--", "true")
+        assert not self.held("inside")
+        with hold_elsewhere("inside"), pytest.raises(CommandError) as caught:
+            call_command("run_locked", "inside", "--wait", "0.1", "--", "true")
+        assert caught.value.returncode == 75
+        call_command("run_locked", "inside", "again", "--", "true")
+        assert not self.held("again")
 
     def test_force_release(self) -> None:
         """Who is forced out learns of it when a renewal was due, at an operation."""

@@ -1,4 +1,7 @@
-"""A thread for calls that may block, which can't keep the process alive."""
+"""A thread for calls that may block, which can't keep the process alive.
+
+Inside a ``TestCase`` there is none: only the test's own thread is on its connection.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,20 @@ from django.db import connections
 T = TypeVar("T")
 
 
-class Worker:
+class Caller:
+    """Makes calls at once, in the calling thread."""
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function."""
+        future: Future[T] = Future()
+        _call(function, future)
+        return future
+
+    def end(self, patience: float) -> None:
+        """Do nothing: all calls are made."""
+
+
+class Worker(Caller):
     """Makes calls in a thread of its own, one after the other.
 
     Args:
@@ -35,7 +51,7 @@ class Worker:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Have a function called."""
         future: Future[T] = Future()
-        self._calls.put(partial(_call, function, future))
+        self._calls.put(partial(_call, partial(_closing, function), future))
         return future
 
     def end(self, patience: float) -> None:
@@ -57,10 +73,14 @@ class Worker:
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:
     try:
-        try:
-            result = function()
-        finally:
-            connections.close_all()
-        future.set_result(result)
+        future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
+
+
+def _closing(function: Callable[[], T]) -> T:
+    """Call a function, and close the connections of this thread."""
+    try:
+        return function()
+    finally:
+        connections.close_all()

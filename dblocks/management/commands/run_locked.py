@@ -27,7 +27,7 @@ from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
 from ..rendering import holder_of
 from ..run_plan import Plan
-from ..worker import Worker
+from ..worker import Caller, Worker
 
 try:
     from ...supervision.sentinel import now
@@ -123,7 +123,7 @@ exit status:
             )
         self.verbosity = verbosity
         plan = run_plan.make_plan(**options, from_command_line=self.from_command_line)
-        with Signals() as self.signals, self._threads() as self.worker:
+        with Signals() as self.signals, self._threads(plan) as self.worker:
             waiter = Waiter(plan, self.worker, self.signals.wake)
             lease = self._acquire(plan, waiter, quiet=skip_if_locked)
             if lease is None:
@@ -140,14 +140,16 @@ exit status:
             sys.exit(status)
 
     @contextmanager
-    def _threads(self) -> Iterator[Worker]:
+    def _threads(self, plan: Plan) -> Iterator[Caller]:
         """Start the threads that are needed in any case: one that takes and releases.
 
         The other one writes messages.
         """
         try:
             self.standard_error.start()
-            worker = Worker(THREAD, self.signals.wake)
+            worker = Caller()
+            if not plan.engine.is_in_test_case():
+                worker = Worker(THREAD, self.signals.wake)
         except RuntimeError as error:
             raise CommandError(
                 f"no thread could be started: {error}; nothing was run",
@@ -255,7 +257,7 @@ class Seen(NamedTuple):
 
 
 class Waiter(InThread):
-    """Acquires a lock in another thread, for the thread that makes this object.
+    """Acquires a lock, mostly in another thread, for the one that makes this object.
 
     Python runs signal handlers between two steps of the main thread, and a silent
     database can make one step last for seconds.
@@ -267,7 +269,7 @@ class Waiter(InThread):
         migrating: Is set while tables are made.
     """
 
-    def __init__(self, plan: Plan, worker: Worker, wake: Callable[[], object]) -> None:
+    def __init__(self, plan: Plan, worker: Caller, wake: Callable[[], object]) -> None:
         self._plan = plan
         self._wake = wake
         self._owner = owners.current()
