@@ -24,7 +24,9 @@ from dblocks import distributed_lock
 from dblocks.backends.locmem import LocMemBackend
 from dblocks.backends.values import Grant, Granted, Reading, Request
 from dblocks.conf import backends
+from dblocks.holding.holds import margin
 from dblocks.management.commands import run_locked
+from dblocks.management.run_plan import make_plan
 from dblocks.models import DistributedLock
 from dblocks.supervision import launcher, sentinel, supervisor
 from dblocks.supervision.signals import Signals
@@ -116,6 +118,19 @@ def test_bad_usage_from_code() -> None:
         with pytest.raises(CommandError) as caught:
             call_command("run_locked", *arguments)
         assert caught.value.returncode == 64
+
+
+@pytest.mark.parametrize(
+    ("lease", "grace"), [("0.2", 0.05), ("0.5", 0.125), ("0.75", 0.25), ("6", 2)]
+)
+def test_default_kill_after(lease: str, grace: float) -> None:
+    """Even a short lease is renewed before the command would be terminated."""
+    parser = run_locked.Command().create_parser("manage.py", "run_locked")
+    options = parser.parse_args(["k", "--lease", lease, "--", "true"])
+    plan = make_plan(**vars(options), from_command_line=False)
+    assert plan.kill_after == pytest.approx(grace)
+    left = float(lease) - margin(float(lease))
+    assert plan.kill_after < left - left / 3
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

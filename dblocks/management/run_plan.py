@@ -16,6 +16,7 @@ from .. import validation
 from ..backends.base import BaseBackend
 from ..conf import DEFAULT_ALIAS
 from ..distributed_locks import distributed_lock
+from ..holding.holds import margin
 from ..locks import Lock
 from .parsing import BACKEND, DURATION, FLAG, STATUS
 from .statuses import CONFLICT, LOST, NOT_FOUND, bad_usage, checked, find_backend
@@ -90,7 +91,7 @@ def add_command_arguments(parser: CommandParser) -> None:
         "--kill-after",
         **DURATION,
         help="Time between SIGTERM and SIGKILL for the command when the lease is lost; "
-        "at most a third of the lease. Default: 5, or less if a third is less.",
+        "at most a third of the lease. Default: 5, or less with a lease under 15.",
     )
     add(
         "--ignore-requests",
@@ -203,7 +204,8 @@ def _check_command(command: Sequence[str], shell: bool) -> None:
 
 def _kill_after(given: float | None, lease: float) -> float:
     if given is None:
-        return min(KILL_AFTER, lease / 3)
+        # A renewal, due after a third of what the margin leaves, must come before.
+        return min(KILL_AFTER, lease / 3, (lease - margin(lease)) / 2)
     given = checked(validation.duration, "--kill-after", given)
     if given > lease / 3:
         raise bad_usage(
