@@ -523,6 +523,12 @@ def test_version_of_the_future(here: Any, key: str, verb: str) -> None:
         ({"LOCATION": []}, "LOCATION"),
         ({"LOCATION": ["redis://:s3cret@a", 1]}, "LOCATION"),
         ({"LOCATION": ["redis://:s3cret@a", "redis://:s3cret@a"]}, "twice"),
+        ({"LOCATION": "redis://:s3cret@a/0,redis://:s3cret@b/0"}, "as a list"),
+        ({"LOCATION": ["redis://a", "redis://:s3cret@b;redis://c"]}, "as a list"),
+        ({"LOCATION": "redis://:s3,cret@a"}, "percent-encode"),
+        ({"LOCATION": "redis://me:s3cret@a/locks"}, "'redis://a/locks'"),
+        ({"LOCATION": "rediss://:s3cret@a/1/2"}, "number of a database"),
+        ({"LOCATION": "127.0.0.1:6379?password=s3cret"}, "'127.0.0.1:6379'"),
         ({"LOCATION": "localhost:6379"}, "scheme"),
         ({"LOCATION": "http://:s3cret@localhost"}, "scheme"),
         ({"LOCATION": "redis://:s3cret@localhost:port"}, "percent-encoded"),
@@ -551,6 +557,16 @@ def test_bad_settings(settings: Any, config: dict[str, Any], named: str) -> None
     assert named in text
     assert "s3" not in text
     assert "cret" not in text
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["redis://a/", "redis://a/15/", "redis://:a%2Cb%3B@a/1", "unix:///run/redis.sock"],
+)
+def test_good_locations(settings: Any, location: str) -> None:
+    """A number may be missing, a socket has a path, a password may have anything."""
+    use(settings, location)
+    assert engine()._server.client.name.startswith(location.partition(":")[0])
 
 
 def test_sentinel_takes_what_the_url_says(settings: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 import weakref
 from collections import deque
@@ -288,7 +289,17 @@ def _name(alias: str, location: str) -> str:
             f"DBLOCKS[{alias!r}]: LOCATION is not the URL of a Redis server. In its "
             f"user and password, special characters must be percent-encoded."
         )
-    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    if "://" not in location:
+        return location.partition("?")[0]
+    name = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    database = url.path.strip("/")
+    if url.scheme in {"redis", "rediss"} and not re.fullmatch("[0-9]*", database):
+        # redis-py would take the database 0.
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: LOCATION {name!r} must end with the number of a "
+            f"database, such as '/0', or with the server; KEY_PREFIX keeps locks apart."
+        )
+    return name
 
 
 def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:

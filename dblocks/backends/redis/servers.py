@@ -97,7 +97,7 @@ def locations(alias: str, config: dict[str, Any]) -> list[str]:
     """Return the URLs that a setting ``LOCATION`` names.
 
     Raises:
-        ImproperlyConfigured: It names none, or one twice.
+        ImproperlyConfigured: It names none, one twice, or several in one URL.
     """
     given = config.get("LOCATION")
     locations = [given] if isinstance(given, str) else given
@@ -109,6 +109,12 @@ def locations(alias: str, config: dict[str, Any]) -> list[str]:
         raise ImproperlyConfigured(
             f"DBLOCKS[{alias!r}]: LOCATION must be the URL of a Redis server, such as "
             f"'redis://localhost:6379/0', or a list of several."
+        )
+    if any(set(location) & set(",;") for location in locations):
+        # Not shown, because it may be a part of a password.
+        raise ImproperlyConfigured(
+            f"DBLOCKS[{alias!r}]: a URL in LOCATION must not contain ',' or ';': write "
+            f"several servers as a list, and percent-encode these characters elsewhere."
         )
     if len(set(locations)) < len(locations):
         raise ImproperlyConfigured(
