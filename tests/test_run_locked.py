@@ -277,6 +277,36 @@ def test_hold_at_least(key: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert DistributedLock.objects.cooling().filter(pk=key).exists()
 
 
+@pytest.mark.parametrize("more", [[], [":more"]], ids=["one key", "two keys"])
+@pytest.mark.parametrize(
+    ("program", "status"), [("no-such-program", 127), ("/etc/passwd", 126)]
+)
+@pytest.mark.usefixtures("shared")
+def test_hold_at_least_without_a_run(
+    program: str, status: int, more: list[str], key: str
+) -> None:
+    """Where nothing was run, the lock is free at once."""
+    keys = [key, *(key + end for end in more)]
+    assert run(*keys, "--hold-at-least", "60", "--", program) == status
+    assert not distributed_lock(*keys).locked()
+
+
+@pytest.mark.usefixtures("shared")
+def test_hold_at_least_of_a_start_that_is_stopped(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is where a signal comes before the command."""
+    original = Supervisor._prepare
+
+    def prepare(self: Supervisor) -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return original(self)
+
+    monkeypatch.setattr(Supervisor, "_prepare", prepare)
+    assert run(key, "--hold-at-least", "60", "--", "true") == 143
+    assert not distributed_lock(key).locked()
+
+
 def test_environment(shared: None, key: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The command learns key, owner and fencing token, and sees the rest as before."""
     script = 'echo "$DBLOCKS_KEY $DBLOCKS_OWNER $DBLOCKS_FENCING_TOKEN $PATH"'

@@ -50,6 +50,7 @@ class Supervisor:
         signals: Collects this process's signals, since before the lease was taken.
         say: Called with messages for the user; neither blocks nor raises.
         told: Waits that many seconds at most until they are written.
+        ran: Whether the command was run.
         lost: Whether the lease was lost, or could not be trusted to last.
     """
 
@@ -59,7 +60,7 @@ class Supervisor:
     signals: Signals
     say: Callable[[str], object]
     told: Callable[[float], object]
-    lost = False
+    ran = lost = False
     kill_at = deadline = 0.0
     term_at = float("inf")
 
@@ -92,6 +93,7 @@ class Supervisor:
             self.lost = self.signals.ending() is None
             return None
         if self.group.error is not None:
+            self.ran = False
             self.say(f"can't run {command[0]!r}: {os.strerror(self.group.error)}")
         return self.group.exit_status()
 
@@ -118,6 +120,7 @@ class Supervisor:
         if self._called_off():
             self.terminal.take_back(self.group.id)
             return False
+        self.ran = True
         self.group.go()
         return True
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from django.core.management.base import CommandError, CommandParser
@@ -175,7 +176,7 @@ exit status:
             if status is None:
                 status = self._not_run(loss(lease))
         finally:
-            released = self._release(lease)
+            released = self._release(lease, unused=not supervisor.ran)
         if released is False and not supervisor.lost:
             self._tell(f"{loss(lease)}; the command may not have been alone")
         return None if released is False or supervisor.lost else status
@@ -202,7 +203,7 @@ exit status:
             wait([waiting], MAKING_TABLES if waiter.migrating.is_set() else GIVING_BACK)
             lease = _result(waiting)
             if lease is not None:
-                self._release(lease, GIVING_BACK)
+                self._release(lease, GIVING_BACK, unused=True)
             elif self.from_command_line:
                 _try_briefly(waiter.give_back)
             if self.from_command_line:
@@ -214,12 +215,18 @@ exit status:
             sys.exit(status)
         return waiting.result()
 
-    def _release(self, lease: Lease | Leases, patience: float = 0.0) -> bool | None:
-        """Release what is held; return ``None`` if that took too long."""
+    def _release(
+        self, lease: Lease | Leases, patience: float = 0.0, *, unused: bool
+    ) -> bool | None:
+        """Release what is held; return ``None`` if that took too long.
+
+        It doesn't cool if nothing was run.
+        """
         # Once the lease is over, there is nothing left to release.
         until = now() + (patience or max(1.0, lease.remaining()))
         self.signals.take()
-        releasing = self.worker.call(lease.release)
+        release = partial(_undo, lease) if unused else lease.release
+        releasing = self.worker.call(release)
         while not releasing.done() and now() < until:
             self.signals.wait(min(0.5, until - now()))
             if self.signals.ending() is not None:
@@ -334,6 +341,12 @@ class Waiter(InThread):
         if self.called_off.is_set() and not self._gives_up:
             self._gives_up = True
             raise CalledOff
+
+
+def _undo(lease: Lease | Leases) -> bool:
+    """Give back what nobody has used; whether it was lost makes no difference."""
+    lease._undo()
+    return True
 
 
 def _try_briefly(function: Callable[[], object]) -> None:
