@@ -91,7 +91,7 @@ def permits(value: object, *, of_one: bool) -> int:
     """Return how many may hold a lock, of one key or of several, at a time."""
     number = _integer("permits", value, 1, MAX_PERMITS)
     if number > 1 and not of_one:
-        raise ValueError(f"permits={number} is for one key, not for several")
+        raise ValueError(f"permits={number} needs one key, given as a str")
     return number
 
 

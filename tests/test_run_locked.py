@@ -71,7 +71,7 @@ USAGE = {
     "permits in words": (["k", "--permits", "two", "--", "true"], "--permits"),
     "permits of several keys": (
         ["k", "k2", "--permits", "2", "--", "true"],
-        "permits=2 is for one key",
+        "permits=2 needs one key",
     ),
     "no room for permits": (
         ["k" * 255, "--permits", "2", "--", "true"],

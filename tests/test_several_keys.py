@@ -547,13 +547,15 @@ def test_bad_input(committed: None) -> None:
     assert len(distributed_lock(*["a"] * 1001).keys) == 1001
     with pytest.raises(InvalidKey, match=r"U\+001F"):
         distributed_lock("a", "b\x1f2")
-    with pytest.raises(ValueError, match="permits=2"):
-        distributed_lock("a", "b", permits=2)
+    for keys in (["a", "b"], ["a", "a"]):
+        with pytest.raises(ValueError, match="permits=2 needs one key, given as a str"):
+            distributed_lock(*keys, permits=2)
     with pytest.raises(InvalidKey):
         transaction_lock()
-    several = distributed_lock(lambda: ["a", "b"], permits=2)
-    with pytest.raises(ValueError, match="permits=2"):
-        several(lambda: None)()
+    for keys in (["a", "b"], ["a"]):
+        several = distributed_lock(lambda keys: keys, permits=2)
+        with pytest.raises(ValueError, match="permits=2 needs one key, given as a str"):
+            several(lambda keys: None)(keys)
 
 
 @pytest.fixture
