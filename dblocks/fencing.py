@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,8 +22,10 @@ def token_of(fence: Fence) -> int:
     if isinstance(token, str) and token.isascii() and token.isdigit():
         token = int(token)
     if not isinstance(token, int) or isinstance(token, bool):
+        hint = '; use leases["key"]' if isinstance(fence, Mapping) else ""
         raise TypeError(
-            f"fence must be a lease with a fencing token, or a token, not {fence!r}"
+            f"fence must be a lease with a fencing token, or a token, not "
+            f"{fence!r}{hint}"
         )
     if token < 0:
         raise ValueError(f"fence must not be negative: {fence!r}")

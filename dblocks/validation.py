@@ -152,7 +152,9 @@ def text(
 ) -> str:
     """Return free text; ``name`` is the argument's."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {value!r}")
+        # A lazy translation looks like a str.
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a str, not {value!r} ({kind})")
     flaw = ""
     if not value and not empty:
         flaw = "be empty"

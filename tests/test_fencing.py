@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import OperationalError, connection, connections, models, transaction
 from django.db.models import Q
 
-from dblocks import Lease, LeaseLost
+from dblocks import Lease, LeaseLost, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, in_memory
@@ -230,6 +230,15 @@ def test_fence_of_the_wrong_type(account: Account, fence: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         account.save(fence=fence)
     assert mine(account).balance == 0
+
+
+def test_fence_of_several_keys(account: Account) -> None:
+    """Whoever brings the leases of several keys is told to bring one."""
+    with distributed_lock("one", "two") as leases:
+        rows = Account.objects.filter(pk=account.pk)
+        with pytest.raises(TypeError, match=r'use leases\["key"\]'):
+            rows.fenced_update(leases, balance=5)
+        assert rows.fenced_update(leases["one"], balance=5) == 1
 
 
 def test_refused_update_rolls_nothing_else_back(

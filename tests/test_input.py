@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from django.utils.translation import gettext_lazy
 
 from dblocks import InvalidKey, Lease, Lock, distributed_lock, transaction_lock
 from dblocks.conf import backends
@@ -240,6 +241,14 @@ def test_unknown_backend(committed: None) -> None:
     """An alias that DBLOCKS doesn't have is an error that names it."""
     with refused(Exception, "nowhere"):
         distributed_lock("k", backend="nowhere").try_acquire()
+
+
+def test_lazy_translation_as_key(committed: None) -> None:
+    """What looks like a str and is none is shown with its type."""
+    decorated = distributed_lock(lambda key: key)(lambda key: None)
+    for lock in (distributed_lock, decorated):
+        with refused(InvalidKey, "key must be a str, not 's' (__proxy__)"):
+            lock(gettext_lazy("s"))  # type: ignore[arg-type]
 
 
 def test_options_are_named(committed: None) -> None:
