@@ -624,6 +624,20 @@ def test_statements(export: Export, other: OtherThread) -> None:
             other.do(lease.release)
 
 
+@pytest.mark.needs("has_table")
+def test_statements_of_an_explicit_owner(export: Export) -> None:
+    """It reads all permits before it takes one, and the others after that."""
+    returns = connection.vendor != "mysql"
+    for _ in range(3):
+        lease, taken = try_and_count(export(owner="me"))
+        assert lease is not None
+        with CaptureQueriesContext(connection) as queries:
+            assert lease.release()
+        assert len(queries) == 1
+    # The rows are there by now.
+    assert taken == 3 if returns else taken <= 4
+
+
 @pytest.mark.needs("has_guard")
 def test_guard(export: Export, key: str, held: list[Lease]) -> None:
     """Each permit has a guard of its own."""
