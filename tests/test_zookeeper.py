@@ -275,6 +275,21 @@ def test_password(configure: Configure, key: str) -> None:
                 distributed_lock(other, backend=theirs).try_acquire()
 
 
+def test_lock_of_others_that_may_be_read(configure: Configure, key: str) -> None:
+    """Who may only read is told who has it; only a write would tell for how long."""
+    may = make_acl("world", "anyone", read=True)
+    acl = [make_digest_acl("dblocks", "secret", all=True), may]
+    options = {"auth_data": [("digest", "dblocks:secret")], "default_acl": acl}
+    prefix = f"readable-{time.monotonic_ns()}"
+    mine = configure("mine", KEY_PREFIX=prefix, OPTIONS=options)
+    theirs = configure("theirs", KEY_PREFIX=prefix)
+    with distributed_lock(key, backend=mine) as lease:
+        for alias, has_age in ((mine, True), (theirs, False)):
+            (entry,) = backends[alias].entries(key)
+            assert (entry.key, entry.owner) == (key, lease.owner)
+            assert (entry.expires_at is not None) is has_age
+
+
 def test_refused_acl(configure: Configure, key: str) -> None:
     """An ACL that the server refuses is kazoo's error, and says what to check."""
     options = {"default_acl": [make_acl("auth", "", all=True)]}

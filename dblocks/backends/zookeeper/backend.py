@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
-from kazoo.exceptions import NoNodeError
+from kazoo.exceptions import NoAuthError, NoNodeError
 
 from ... import clock
 from ...permits import SEPARATOR, apart, in_order
@@ -397,11 +398,16 @@ def _holders(
 def _holders_and_time(
     rows: Sequence[str], session: Session, give_up: float
 ) -> tuple[list[tuple[str, str, nodes.Content, Any]], datetime | None]:
-    """Return the holders of some keys, and the server's clock if there are any."""
+    """Return the holders of some keys, and the server's clock if that can be had.
+
+    Not if there are none, or if this client may only read.
+    """
     found = _holders(session, rows, give_up)
     times = (session.now(path, give_up) for _, path, _, _ in found)
     # Only a write tells it, into the folder of one that is still there.
-    now = next(filter(None, times), None)
+    now = None
+    with suppress(NoAuthError):
+        now = next(filter(None, times), None)
     return found, None if now is None else moment(now)
 
 
