@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -538,11 +539,15 @@ def test_one_thread_for_many_short_locks(lock: Locks) -> None:
             started.append(self.name)
         start(self)
 
+    # What earlier tests have left behind, as tasks that wait, gives back in threads.
+    gc.collect()
+    gc.disable()
     threading.Thread.start = noted  # type: ignore[method-assign]
     try:
         use(lock, 200)
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
+        gc.enable()
     assert started == []
 
 
