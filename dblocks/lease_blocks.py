@@ -282,13 +282,15 @@ class LeaseBlock(ABC):
     def _release_now(self) -> bool:
         """Give it back without regard to the transactions of this thread."""
 
-    def _undo(self) -> None:
-        """Give it back before anybody has it."""
+    def _undo(self) -> bool:
+        """Give it back before anybody has it; ``False`` if it is left to lapse."""
         closed = [each for each in self._each() if each._close()]
-        if give_back([each._hold for each in closed]):
-            for each in closed:
-                if not each._hold.counted and each.lost_reason is None:
-                    each._tell_released()
+        if not give_back([each._hold for each in closed]):
+            return False
+        for each in closed:
+            if not each._hold.counted and each.lost_reason is None:
+                each._tell_released()
+        return True
 
     def _forsake(self) -> None:
         """Give up what is still open without a word to the engine: it lapses."""

@@ -921,7 +921,8 @@ def test_callable_key_that_asks_the_database(settings: Any, key: str) -> None:
     with pytest.warns(RuntimeWarning, match="queries ran while the key") as caught:
         assert async_to_sync(main)() == (f"{key}:{Account.objects.count()}", "task")
     assert calls == ["task"] * 4
-    assert [each.filename for each in caught] == [__file__] * 2
+    warned = [each.filename for each in caught if each.category is RuntimeWarning]
+    assert warned == [__file__] * 2
 
 
 def test_callable_key_that_asks_nothing(key: str) -> None:

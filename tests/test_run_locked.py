@@ -775,6 +775,15 @@ def test_engine_gone_at_release(
     assert "left to lapse: ConnectionError: nobody listens" in err
 
 
+@pytest.mark.parametrize("engine", [CutOff], indirect=True)
+def test_engine_gone_after_nothing_was_run(
+    engine: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That the lock is left to lapse is said as well."""
+    assert run(key, *engine, "--", "no-such-program") == 127
+    assert "left to lapse: the log says why" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("engine", [Particular], indirect=True)
 @pytest.mark.parametrize(
     ("options", "word"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -26,7 +26,7 @@ each for another number of keys."""
 _NAMED = re.compile(r"%\((\w+)\)s")
 
 
-@cache
+@lru_cache(maxsize=256)
 def _positional(sql: str) -> tuple[str, Callable[[Values], Sequence[Any]]]:
     """Return a statement with places for values, and what takes them from a dict."""
     names = _NAMED.findall(sql)

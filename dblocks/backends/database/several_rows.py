@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from django.db import DatabaseError
@@ -25,7 +24,7 @@ def take(
     """Grant several keys that are free, all or none of them.
 
     Where one statement does that, the rows that are missing are made before, unless
-    one of the keys is taken.
+    one of the keys is taken. They stay, free, if others get one in between.
 
     Args:
         request: For whom, and how; its own key doesn't matter.
@@ -37,8 +36,7 @@ def take(
     missing = [key for key in keys if key not in seen]
     if not missing or any(it.remaining > 0 for it in seen.values()):
         return None
-    with suppress(table.GapLocked):
-        table.make_rows(connection, missing)
+    table.make_rows(connection, missing)
     return _take(connection, request, keys)
 
 

@@ -233,8 +233,10 @@ exit status:
                 until = min(until, now() + GIVING_BACK)
         held = _result(releasing)
         if held is None:
-            error = releasing.exception() if releasing.done() else None
-            why = statuses.one_line(error) if error else "no answer"
+            why = "no answer"
+            if releasing.done():
+                error = releasing.exception()
+                why = statuses.one_line(error) if error else "the log says why"
             self._tell(f"the lock was not released and is left to lapse: {why}")
         return held
 
@@ -264,7 +266,7 @@ class Seen(NamedTuple):
 
 
 class Waiter(InThread):
-    """Acquires a lock, mostly in another thread, for the one that makes this object.
+    """Acquires a lock, usually in another thread, for the one that makes this object.
 
     Python runs signal handlers between two steps of the main thread, and a silent
     database can make one step last for seconds.
@@ -343,10 +345,12 @@ class Waiter(InThread):
             raise CalledOff
 
 
-def _undo(lease: Lease | Leases) -> bool:
-    """Give back what nobody has used; whether it was lost makes no difference."""
-    lease._undo()
-    return True
+def _undo(lease: Lease | Leases) -> bool | None:
+    """Give back what nobody has used; ``None`` if it is left to lapse.
+
+    Whether it was lost makes no difference.
+    """
+    return lease._undo() or None
 
 
 def _try_briefly(function: Callable[[], object]) -> None:
