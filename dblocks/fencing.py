@@ -142,7 +142,7 @@ class FencedModel(models.Model):
             ValueError: The token is negative.
         """
         if fence is ...:
-            super().save(*args, **kwargs)
+            self._save(*args, **kwargs)
             return
         token = token_of(fence)
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
@@ -154,7 +154,7 @@ class FencedModel(models.Model):
                 is_known = own(pk=self._token_pk()).update(fencing_token=token)
                 if not is_known and tokens.filter(pk=self._token_pk()).exists():
                     raise _refused(type(self), fence, token)
-                super().save(*args, **kwargs)
+                self._save(*args, **kwargs)
                 # If not, another may have inserted it since, with a higher token.
                 if not (
                     is_known or own(pk=self._token_pk()).update(fencing_token=token)
@@ -163,6 +163,14 @@ class FencedModel(models.Model):
         except BaseException:
             self.fencing_token = before
             raise
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Save the object, whose token the row keeps, and the object too."""
+        token = self.__dict__.get("fencing_token")
+        super().save(*args, **kwargs)
+        if token is not None:
+            # Without RETURNING, Django forgets what it has written as an expression.
+            self.__dict__.setdefault("fencing_token", token)
 
     async def asave(self, *args: Any, fence: Fence = ..., **kwargs: Any) -> None:
         """Async twin of :meth:`save`."""

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import close_old_connections, connection, connections, transaction
+from django.db import (
+    OperationalError,
+    close_old_connections,
+    connection,
+    connections,
+    transaction,
+)
 
 from dblocks import distributed_lock, transaction_lock
+from dblocks.backends.database import connections as database_connections
+from dblocks.backends.database import dialects
+from dblocks.backends.database.connections import LEAST_REPEATS
 from dblocks.test import hold_elsewhere
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread, beside
@@ -251,3 +260,26 @@ def test_renewals_network_timeouts(
     for params in connected:
         for name, unit in bounds.items():
             assert int(params[name]) <= min(seconds, TOO_LONG) * unit, name
+
+
+@pytest.mark.parametrize("collisions", [LEAST_REPEATS, LEAST_REPEATS + 1])
+def test_collisions_of_an_operators_transaction(
+    collisions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is repeated some times at least, however long the first one has waited."""
+    dialect = type(dialects.of(connection))
+    monkeypatch.setattr(dialect, "is_transient", lambda self, error: True)
+    monkeypatch.setattr(dialect, "is_collision", lambda self, error: True)
+    monkeypatch.setattr(database_connections, "PATIENCE", 0.0)
+    left = [OperationalError("collision") for _ in range(collisions)]
+
+    def act(own: Any) -> str:
+        if left:
+            raise left.pop()
+        return "done"
+
+    if collisions > LEAST_REPEATS:
+        with pytest.raises(OperationalError, match="collision"):
+            database_connections.in_transaction("default", act)
+    else:
+        assert database_connections.in_transaction("default", act) == "done"

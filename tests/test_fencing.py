@@ -213,6 +213,14 @@ def test_plain_save_never_writes_the_token(
         Account.objects.filter(pk=account.pk).fenced_update(stale, balance=1)
 
 
+def test_token_after_a_save(account: Account) -> None:
+    """The object knows it without another query, whether it was fenced or not."""
+    account.save(fence=7)
+    assert account.__dict__["fencing_token"] == 7
+    account.save()
+    assert account.__dict__["fencing_token"] == 7
+
+
 def test_plain_save_of_a_changed_token(account: Account) -> None:
     """Not even a token that was set by hand is written by save()."""
     account.fencing_token = 10**9

@@ -14,6 +14,8 @@ from django.db import OperationalError, connection
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock, workers
+from dblocks.backends.values import Renewed
+from dblocks.conf import backends
 from dblocks.holding import news
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.models import DistributedLock
@@ -317,3 +319,13 @@ sys.exit(3)
     ended = run_python("-c", program)
     assert ended.returncode == 3, ended.stderr
     assert "lost key='a'" in ended.stderr
+
+
+def test_row_that_stays_locked(
+    backend: str, acquire: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that answers, and can't extend the lease, was not out of reach."""
+    monkeypatch.setattr(backends[backend], "renew", lambda renewals: Renewed())
+    lease = acquire(lease=scaled(0.6))
+    eventually(lambda: lease.lost_reason is not None, what="the loss")
+    assert lease.lost_reason == "expired"

@@ -353,22 +353,53 @@ class TestPinned:
                     in_block(f"{key}{options}", **options)
 
 
-@pytest.mark.usefixtures("old_snapshots")
-@pytest.mark.parametrize("options", [{"timeout": 5}, {"nowait": True}], ids=str)
-def test_data_behind_the_snapshot(key: str, other: OtherThread, options: Any) -> None:
-    """After another's turn a transaction that has read before is refused the row."""
-    in_block(key)
-    with transaction.atomic():
-        assert Account.objects.count() == 0
-        other.do(in_block, key)
-        with pytest.raises(OperationalError):
-            in_block(key, **options)
-
-
 def in_transaction(key: str) -> Any:
     """Lock the row by the manager's verb."""
     with transaction.atomic():
         return DistributedLock.objects.for_update(key)
+
+
+@pytest.mark.usefixtures("old_snapshots")
+@pytest.mark.parametrize("options", [{"timeout": 5}, {"nowait": True}], ids=str)
+@pytest.mark.parametrize("form", [in_block, in_transaction])
+def test_data_behind_the_snapshot(
+    key: str, form: Any, other: OtherThread, options: Any
+) -> None:
+    """After another's turn a transaction that has read before is refused the row."""
+    in_block(key)
+    with transaction.atomic():
+        assert Account.objects.count() == 0
+        other.do(form, key)
+        with pytest.raises(OperationalError):
+            in_block(key, **options)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_what_the_last_holder_has_written(
+    key: str, other: OtherThread, threads: Threads
+) -> None:
+    """Whoever waited for a transaction of another's own sees what that has written."""
+    in_block(key)
+    locked, leave = Event(), Event()
+
+    def hold() -> None:
+        with transaction.atomic():
+            DistributedLock.objects.for_update(key)
+            locked.set()
+            assert leave.wait(DEADLINE)
+            AccountFactory(name="written")
+
+    def count() -> int:
+        with transaction_lock(key, timeout=DEADLINE):
+            return Account.objects.filter(name="written").count()
+
+    holding = other.start(hold)
+    eventually(lambda: locked.is_set() or holding.done(), what="the other's row")
+    waiting = threads().start(count)
+    always(lambda: not waiting.done(), during=0.3, what="waiting")
+    leave.set()
+    holding.result(DEADLINE)
+    assert waiting.result(DEADLINE) == 1
 
 
 @pytest.mark.parametrize("form", [in_block, in_function, in_transaction])

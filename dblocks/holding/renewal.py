@@ -230,16 +230,19 @@ class _Worker(threading.Thread):
         if not held:
             return
         sent = clock.monotonic()
-        outcome = Renewed()
+        outcome, failed = Renewed(), False
         try:
             outcome = session.renew(_longest(each for _, each in held))
         except Exception as error:
+            failed = True
             _tell_failure(self._backend, len(held), error)
         for ref, _ in held:
             hold = ref()
             if hold is None:
                 continue
             if not hold.note_answer(outcome, sent):
+                # Where a transaction has the row locked, the engine has answered.
+                hold.failing = failed
                 hold.renew_at = clock.monotonic() + _soon(hold)
 
 

@@ -256,14 +256,16 @@ def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
     Inside the caller's transaction it isn't repeated.
     """
     connection = transaction.get_connection(using)
-    give_up = clock.monotonic() + PATIENCE
+    give_up, attempt = clock.monotonic() + PATIENCE, 0
     while True:
         try:
             with transaction.atomic(using=using):
                 return act(connection)
         except DatabaseError as error:
-            over = connection.in_atomic_block or clock.monotonic() >= give_up
-            if over or not dialects.of(connection).is_transient(error):
+            dialect, attempt = dialects.of(connection), attempt + 1
+            collides = attempt <= LEAST_REPEATS and dialect.is_collision(error)
+            over = clock.monotonic() >= give_up and not collides
+            if connection.in_atomic_block or over or not dialect.is_transient(error):
                 raise
             time.sleep(random.uniform(0.005, 0.03))
 

@@ -223,7 +223,7 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
             wait.pause(seen.remaining)
             continue
         try:
-            rows = _select(connection, wait, mark=fresh)
+            rows = _select(connection, wait, fresh)
         except WaitOver:
             if wait.left and not wait.how.skip:
                 continue
@@ -258,12 +258,12 @@ def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
     return _rows(connection).filter(key__in=keys, expires_at__lte=UtcNow())
 
 
-def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
+def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     """Lock the rows if none has a lease; ``None`` if one has, or can't be seen.
 
-    Where transactions have snapshots, a ``mark`` makes PostgreSQL refuse the row to the
-    next transaction if its snapshot is older than this one's commit. In a cluster it
-    makes one of two transactions on different nodes fail.
+    Where transactions have snapshots, it writes the rows, so that PostgreSQL refuses
+    them to the next transaction if its snapshot is older than this one's commit. In a
+    cluster that makes one of two transactions on different nodes fail.
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
@@ -284,7 +284,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
             if len(rows) < len(wait.keys):
                 # Where that is possible, unlock the others.
                 raise Incomplete
-            if dialect.certifies or (mark and isolation not in WITHOUT_SNAPSHOT):
+            if dialect.certifies or isolation not in WITHOUT_SNAPSHOT:
                 for key in rows:
                     table.touch(connection, key)
             _end_overdue(connection, rows)
@@ -294,7 +294,7 @@ def _select(connection: Connection, wait: _Wait, *, mark: bool) -> Any:
     except OperationalError as error:
         if not dialect.is_wait_over(error):
             raise
-        if not mark and dialect.has_ended_transaction(connection, error):
+        if not fresh and dialect.has_ended_transaction(connection, error):
             # What the caller wrote before would be missing, and the rest committed.
             transaction.set_rollback(True, using=connection.alias)
             raise
