@@ -1010,6 +1010,28 @@ def queues_for(gate: file_locks.FileLock) -> bool:
 
 
 @pytest.mark.usefixtures("queue")
+def test_write_without_the_gate(
+    gate_for: GateFor, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It doesn't wait inside SQLite, where it would sit out a hold of the gate's."""
+    waits: list[int] = []
+    take = table.take
+
+    def noted(own: Any, request: Any) -> Any:
+        waits.append(own.connection.execute("PRAGMA busy_timeout").fetchone()[0])
+        return take(own, request)
+
+    monkeypatch.setattr(table, "take", noted)
+    monkeypatch.setattr(one_writer, "PAUSES", [])
+    gate_for(key)
+    with another_writer():
+        assert distributed_lock(key, timeout=0).try_acquire() is None
+    assert len(waits) > 1
+    assert set(waits) == {0}
+    assert distributed_lock(key, timeout=0).acquire().release()
+
+
+@pytest.mark.usefixtures("queue")
 def test_no_thread_to_queue(
     gate_for: GateFor, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,20 @@ def test_silent_server(
                     each.result(5 * DEADLINE)
 
 
+def test_waiter_is_no_holder(lock: Locks, backend: str, key: str) -> None:
+    """Who waits at a free key, and may give up, doesn't have it."""
+    gate = backends[backend].gate(Request(key, "the waiter", 30.0))
+    assert gate is not None
+    gate.enter(DEADLINE)
+    assert gate.held
+    try:
+        assert not lock().locked()
+    finally:
+        gate.leave()
+    with lock().acquire(timeout=DEADLINE) as lease:
+        assert lease.held
+
+
 def test_password(configure: Configure, key: str) -> None:
     """Nodes can be kept from others, who are told what to check."""
     acl = [make_digest_acl("dblocks", "secret", all=True)]

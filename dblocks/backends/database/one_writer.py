@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
@@ -20,12 +20,13 @@ from ..gates import GateClosed
 from ..values import PINNED_GRACE, Granted, Reading, Request, Taken, first_free
 from . import permit_rows, several_rows, table
 from .connections import is_alone
+from .dialects.sqlite import BusyTimeout
 from .file_locks import FileLock, gate_of, gates_in_use
 
 MOST_GATES = 32
 """The most gates that one acquisition enters; each has a file open."""
 
-PAUSES = tuple(0.001 * 2**n for n in range(7))
+PAUSES = 0.001, 0.002, *[0.004] * 31
 """Seconds between looks at a key that seems to be changing hands, 0.127 in all.
 
 After that, whoever has the gate is taken for stopped.
@@ -76,7 +77,10 @@ def _take_one(
             seen = table.read(connection, request.key) or Reading()
             if seen.owner != request.owner and not _is_free(seen, entrance, patient):
                 return seen
-        answer = table.take(connection, request)
+        # Without the gate, look again before each attempt: the gate's owner may have
+        # had the key meanwhile, and released it.
+        with nullcontext() if entered else BusyTimeout(connection, 0.0):
+            answer = table.take(connection, request)
         if isinstance(answer, Granted) and entered:
             answer = Granted(answer.grant, answer.limit, answer.again, entrance)
             entrance = None

@@ -40,7 +40,8 @@ def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
         note=content.note,
         version=stat.czxid,
         acquired_at=moment(granted_at(content, stat)),
-        remaining=lease,
+        # A waiter may be about to take it, or may have given up.
+        remaining=0.0 if content.waits else lease,
     )
 
 
