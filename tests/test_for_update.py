@@ -13,7 +13,7 @@ from django.db.transaction import TransactionManagementError
 from dblocks import Lease, Lock, LockError, LockTimeout, distributed_lock
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, has_old_snapshots
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.testapp.models import Account
 
@@ -202,8 +202,6 @@ class TestBesideOthers:
 
         On PostgreSQL not if its snapshot is older than the other's commit.
         """
-        isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
-        is_old = connection.vendor == "postgresql" and isolation == 3
 
         def wait() -> str:
             with transaction.atomic():
@@ -214,7 +212,7 @@ class TestBesideOthers:
         waiting = threads().start(wait)
         always(lambda: not waiting.done(), during=0.3, what="waiting")
         pinned.set()
-        if is_old:
+        if has_old_snapshots():
             with pytest.raises(OperationalError, match="could not serialize"):
                 waiting.result(timeout=DEADLINE)
         else:

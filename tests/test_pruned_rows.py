@@ -15,19 +15,13 @@ from dblocks import distributed_lock, transaction_lock
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import let_expire
-from tests.support.fixtures import OtherThread, in_memory
+from tests.support.fixtures import OtherThread, has_old_snapshots, in_memory
 from tests.support.timing import DEADLINE, SLACK, always, eventually
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 
 #: For how long the waiters wait: longer than they may once the row is gone.
 LONG = 3 * SLACK
-
-
-def has_old_snapshots() -> bool:
-    """Is this where a transaction can't lock what its snapshot doesn't have?"""
-    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
-    return connection.vendor == "postgresql" and isolation == 3
 
 
 def delete(key: str) -> None:

@@ -36,7 +36,7 @@ from dblocks import (
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, has_old_snapshots
 from tests.support.timing import DEADLINE, SLACK, always, eventually, quickest, takes
 from tests.support.web import Site
 from tests.testapp.models import Account
@@ -275,8 +275,7 @@ def test_leased_row_is_left_alone(key: str) -> None:
 @pytest.fixture
 def old_snapshots() -> None:
     """Apply the test only where a transaction can't lock what it can't see."""
-    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
-    if connection.vendor != "postgresql" or isolation != 3:
+    if not has_old_snapshots():
         pytest.skip("about PostgreSQL at REPEATABLE READ")
 
 

@@ -300,6 +300,12 @@ def readers_beside_a_writer(committed: None) -> None:
         pytest.skip("a database in memory locks whole tables, against readers too")
 
 
+def has_old_snapshots() -> bool:
+    """Is this where a transaction can't lock what its snapshot doesn't have?"""
+    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
+    return connection.vendor == "postgresql" and isolation == 3
+
+
 @pytest.fixture
 def two_writers(committed: None) -> None:
     """Apply the test only where a session can write beside an open transaction."""
