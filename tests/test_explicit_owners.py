@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -331,3 +332,42 @@ def test_lost_holds_in_a_forked_child(acquire: Leases) -> None:
     take = partial(registry.take_forfeited, hold.backend, hold.grant)
     assert in_forked_child(take) == 0
     assert take() == 2
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize(("permits", "at"), [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2)])
+def test_try_while_a_co_owner_writes(
+    two_writers: None, key: str, other: OtherThread, permits: int, at: int
+) -> None:
+    """A co-owner's statement, which has the row locked for an instant, refuses nobody.
+
+    It ends after that many statements of the try; the last one finds the row locked.
+    """
+    lock = distributed_lock(key, owner=OWNER, permits=permits)
+    permit = 0 if permits > 1 else None
+    theirs = locks.acquire(key, owner=OWNER, lease=30, permit=permit)
+    assert theirs is not None
+    sent = 0
+    with ExitStack() as writing:
+
+        def count(execute: Any, *arguments: Any) -> Any:
+            nonlocal sent
+            sent += 1
+            try:
+                return execute(*arguments)
+            finally:
+                if sent == at:
+                    writing.close()
+
+        writing.enter_context(other.in_transaction(lambda: locked(theirs.pk)))
+        with connection.execute_wrapper(count):
+            mine = lock.try_acquire()
+    assert mine is not None
+    assert mine.fencing_token == theirs.version
+    assert stored(theirs.pk).hold_count == 2
+    assert mine.release() is True
+
+
+def locked(row: str) -> None:
+    """Lock a row in the current transaction."""
+    assert locks.select_for_update().get(pk=row)

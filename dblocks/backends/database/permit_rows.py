@@ -49,9 +49,8 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
         if isinstance(answer, Granted):
             if is_only(connection, request, answer):
                 return answer
-        elif attempt:
-            # Not for an instant, as while a co-owner writes it: a transaction has it
-            # locked, or others queue for the lock.
+        elif attempt or (mine is not None and answer.is_had_by(request.owner)):
+            # A transaction has it locked, or others queue for the lock.
             break
     return first_free(seen, watched)
 

@@ -7,6 +7,7 @@ conditional statement of :mod:`.statements`, on the connection that the caller g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -28,6 +29,9 @@ from .fields import as_utc
 ENOUGH = 0.95
 """The part of what is left of a lease that its row must last. What lacks is less than
 half of any lease's margin: clocks that differ a little and delays are no loss."""
+
+INSTANT = 0.01
+"""Seconds for which a co-owner's own statement may have the row locked."""
 
 
 def _texts(connection: Connection) -> statements.Statements:
@@ -158,8 +162,10 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     try:
-        if _reentered(connection, grant, values):
-            return Granted(grant, seen.limit, again=True)
+        for pause in (0.0, INSTANT):
+            time.sleep(pause)
+            if _reentered(connection, grant, values):
+                return Granted(grant, seen.limit, again=True)
     except DatabaseError as error:
         if dialects.of(connection).is_undone(error):
             request.returns(grant, forfeited)
