@@ -271,7 +271,7 @@ MUTANTS = [
     ),
     Mutant(
         "pruning of what is held",
-        "models.py",
+        "managers.py",
         "self.filter(expires_at__lt=After(UtcNow(), Value(-age)))",
         "self.filter(expires_at__gt=After(UtcNow(), Value(-age)))",
         ("tests/test_manager.py::test_prune_deletes_what_is_long_over",),
