@@ -257,7 +257,8 @@ class LeaseBlock(ABC):
         # An overdue one whose guard passed is pinned until the transaction ends.
         counts = self._committed or any(x._hold.is_live() for x in self._each())
         if counts and transactions.transaction_is_open():
-            self._deferred = True
+            for each in (self, *self._each()):
+                each._deferred = True
             transactions.at_end(transactions.RELEASE, self._release_at_end)
             return self._committed or self.held
         return self._release_now()

@@ -235,8 +235,9 @@ def current_lease(key: str | None = None) -> Lease | Leases:
     Raises:
         LookupError: The current owner has no such lease.
     """
-    lease: Lease | Leases | None = next(owners.current().leases(key), None)
-    if lease is None:
+    found: list[Lease | Leases] = list(owners.current().leases(key))
+    if not found:
         wanted = "lease" if key is None else f"lease on {key!r}"
         raise LookupError(f"The current thread or task has no {wanted}.")
-    return lease
+    # Inside a transaction, those whose blocks were left are still held.
+    return next((lease for lease in found if not lease._deferred), found[0])

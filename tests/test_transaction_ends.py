@@ -50,6 +50,32 @@ def taken(lock: Locks, other: OtherThread) -> Callable[..., bool]:
     return lambda *key: bool(other.do(lock(*key).locked))
 
 
+# What the body that runs on has
+
+
+@pytest.mark.usefixtures("locks_beside")
+@pytest.mark.parametrize("together", [False, True])
+def test_current_lease_after_an_inner_block(
+    backend: str, lock: Locks, acquire: Leases, key: str, together: bool
+) -> None:
+    """A block that was left gives the outer body no lease, though its own is kept.
+
+    Else the outer body's data would be fenced by the other lock's token.
+    """
+    acquire(key + "!").release()
+    inner = [key + "!", key + "?"] if together else [key + "!"]
+    with transaction.atomic(), lock() as outer:
+        with distributed_lock(*inner, backend=backend) as left:
+            assert current_lease() is left
+        assert left.held
+        assert current_lease() is outer
+        assert current_lease(key) is outer
+        with lock() as again:
+            assert current_lease() is again
+        assert current_lease() is current_lease(key) is outer
+        assert current_lease(key + "!").held
+
+
 # Hooks that run before the release
 
 
