@@ -143,3 +143,32 @@ def test_row_goes_while_it_is_queued_for(
     else:
         assert waiting.exception() is None
         assert waiting.result() == key
+
+
+@pytest.mark.skipif("has_old_snapshots()", reason="such a transaction gets an error")
+def test_tries_while_a_transaction_has_a_row_made_anew(
+    key: str, threads: Callable[[], OtherThread]
+) -> None:
+    """A row that was pruned under a waiter refuses at once all the same."""
+    if connection.vendor == "sqlite":
+        pytest.skip("nobody waits beside SQLite's only writer")
+    distributed_lock(key).acquire(timeout=0).release()
+    pruning, waiter = threads(), threads()
+    have, leave = Event(), Event()
+
+    def wait() -> None:
+        with transaction.atomic(), transaction_lock(key, timeout=LONG):
+            have.set()
+            assert leave.wait(DEADLINE)
+
+    with pruning.in_transaction(lambda: delete(key)):
+        waiting = waiter.start(wait)
+        always(lambda: not waiting.done(), during=0.3, what="the wait")
+    try:
+        assert have.wait(DEADLINE)
+        trying = threads().start(distributed_lock(key).try_acquire)
+        eventually(trying.done, within=1 + SLACK, what="the answer to a try")
+        assert trying.result() is None
+    finally:
+        leave.set()
+        waiting.result(timeout=DEADLINE)

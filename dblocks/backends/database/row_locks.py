@@ -200,8 +200,10 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     unseen = 0
     while True:
         # Read on another connection: a leased row must never stay locked, or
-        # its holder could not renew it.
-        look = table.read_all if unseen else table.ensure_rows
+        # its holder could not renew it. A row that is inserted in the transaction
+        # keeps even those waiting who only try.
+        locks_gaps = unseen and dialects.of(connection).keeps_row_locks
+        look = table.read_all if locks_gaps else table.ensure_rows
         try:
             found = run(connection, look, wait.keys)
             if len(found) < len(wait.keys):
