@@ -68,6 +68,8 @@ class FencedQuerySet(models.QuerySet[Any]):
                 "fenced_update() needs a filter: fencing every row of a table by one "
                 "lock's token is hardly meant. Use .filter(…).fenced_update(…)."
             )
+        if self.query.distinct_fields:
+            raise TypeError("Cannot call fenced_update() after .distinct(*fields).")
         self._for_write = True
         tokens = _tokens(self.model, self.db)
         features = connections[self.db].features

@@ -347,6 +347,12 @@ def test_update_of_rows_found_across_a_relation(current: Lease) -> None:
     assert mine(row).balance == 5
 
 
+def test_update_of_one_row_for_each_value(current: Lease) -> None:
+    """As Django's update(), it would change more rows than the queryset has."""
+    with pytest.raises(TypeError, match="distinct"):
+        Account.objects.filter(balance=0).distinct("name").fenced_update(current)
+
+
 def test_token_among_the_values(current: Lease, account: Account) -> None:
     """Nobody lowers a row's token by hand."""
     rows = Account.objects.filter(pk=account.pk)
