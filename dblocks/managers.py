@@ -267,6 +267,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Works in batches of ``batch_size`` rows. Each has a transaction of its own,
         locks only what it deletes, and leaves out rows that are in use. After each it
         pauses for as long as that took; on SQLite, which has one writer, for longer.
+        Call it outside ``atomic()``: inside, nobody gets a key that has no row before
+        the end of that transaction.
 
         Args:
             progress: Called after each batch with the number of rows deleted so far.
