@@ -729,6 +729,22 @@ def test_beside_one_that_keeps_readers_out(lock: Locks, options: Any) -> None:
         lock(**options).acquire(timeout=2)
 
 
+def test_readers_are_kept_out_during_a_wait(
+    lock: Locks, acquire: Leases, other: OtherThread
+) -> None:
+    """Who waits for a key by then is told that it is taken."""
+    acquire()
+    other.do(connection.ensure_connection)
+    name = connection.settings_dict["NAME"]
+    with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+        waiting = other.start(lock().acquire, timeout=2)
+        time.sleep(0.3)
+        raw.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LockTimeout):
+            waiting.result(timeout=DEADLINE)
+        raw.execute("ROLLBACK")
+
+
 @pytest.mark.usefixtures("without_readers")
 @pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("options", [{"timeout": 0.5}, {"nowait": True}], ids=repr)

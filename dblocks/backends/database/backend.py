@@ -180,6 +180,15 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         own = connections[self.using]
         return self._run(own, table.read_all, keys, writes=False, patience=patience)
 
+    def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
+        try:
+            return super().look(keys, patience)
+        except OperationalError as error:
+            if not _is_busy(connections[self.using], error):
+                raise
+            # Readers were kept out for all that time: the key counts as taken.
+            return Reading(remaining=1.0)
+
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         def renew(connection: Connection) -> Renewed:
             in_test = transactions.in_test_case(connection)
