@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import wraps
 from threading import Event
 from typing import Any
 
@@ -371,6 +372,28 @@ def test_exception(
     assert response.exc_info[0] is ZeroDivisionError
     assert not added()
     assert not taken()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda view, request: view(request=request),
+        lambda view, request: view("first", request),
+    ],
+    ids=["by name", "second"],
+)
+def test_request_that_a_decorator_passes_on(site: Site, key: str, call: Any) -> None:
+    """The view's transaction doesn't depend on how it is given the request."""
+
+    def view(*args: Any, **kwargs: Any) -> HttpResponse:
+        add_one()
+        raise ZeroDivisionError
+
+    locked = distributed_lock(key)(view)
+    above = wraps(locked)(lambda request: call(locked, request))
+    response = site.serve(above).get("/", headers={"accept": "application/json"})
+    assert response.exc_info[0] is ZeroDivisionError
+    assert not added()
 
 
 @pytest.mark.parametrize(
@@ -826,6 +849,12 @@ LATE: dict[str, Callable[[Any], Any]] = {
     "one method": one_method,
     "one method, by name": one_method_by_name,
     "dispatch below another": around_dispatch,
+    "one method below a locked dispatch": lambda lock: by_name(
+        one_method(lock).view_class, distributed_lock("above")
+    ),
+    "dispatch below another, locked": lambda lock: by_name(
+        around_dispatch(lock).view_class, distributed_lock("above")
+    ),
     "below api_view": lambda lock: api_view(["GET"])(lock(rest_add_one)),
     "below a decorator that hides it": lambda lock: hide(lock(add_one)),
 }

@@ -13,13 +13,14 @@ from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpRequest
+from django.views import View
 
 from ..exceptions import LockTimeout
 from ..validation import UNSET
 from . import views
 from .commands import raise_again
 from .debugging import LateWork, queries_seen, warn_of_queries
-from .decoratable import check_decoratable, is_async, name_of
+from .decoratable import bound_to, check_decoratable, is_async, name_of
 from .requests import OwnTransactions, RequestTransactions
 from .templates import Args, CallText, CallTexts, Kwargs, function_note
 
@@ -188,6 +189,8 @@ class LeaseCalls(_Calls):
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         request, of_view = self.requests(args)
         under: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        # A decorator above may pass it by name, or after something else.
+        request = request or views.request_among(args, kwargs)
         if request is not None:
             transactions = RequestTransactions.of(request)
             aliases = transactions.due(request, self.excluded)
@@ -200,7 +203,12 @@ class LeaseCalls(_Calls):
                 self.refuse_async()
                 return self.arun(args, kwargs, of_view)
             below = views.is_below_api_view(self.wrapper, request.resolver_match)
-            transactions.warn_if_late(self.name, below_api_view=below)
+            in_class = bound_to(View, self.function, args) is not None
+            transactions.warn_if_late(
+                self.name,
+                below_api_view=below,
+                of_view=in_class and of_view is not None,
+            )
             under = partial(transactions.under, aliases)
         lock = self._lock_for(self.make_texts(args, kwargs), of_view)
         try:

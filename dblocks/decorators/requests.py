@@ -92,10 +92,15 @@ class RequestTransactions:
     def _has_no_lock(self, alias: str) -> bool:
         return not any(lease._is_in_database(alias) for lease in self.leases)
 
-    def warn_if_late(self, name: str, *, below_api_view: bool) -> None:
-        """Warn if Django began the request's transaction before the lock was taken."""
+    def warn_if_late(self, name: str, *, below_api_view: bool, of_view: bool) -> None:
+        """Warn if the request's transaction began before the lock was taken.
+
+        Args:
+            of_view: The call is to a method of the class that the URL led to: another
+                lock above may have begun the transaction.
+        """
         late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
-        if late and not self.opened:
+        if late and (of_view or not self.opened):
             what_to_do = (
                 "Put it above @api_view."
                 if below_api_view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -57,13 +58,23 @@ def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
     Args:
         method: What :func:`method_name` says of the function.
     """
-    drf = sys.modules.get("rest_framework.request")
-    kinds = (HttpRequest, drf.Request) if drf else (HttpRequest,)
     has_self = bool(method and args and _is_self(args[0], method))
     for argument in args[: 2 if has_self else 1]:
-        if isinstance(argument, kinds):
+        if isinstance(argument, _request_types()):
             return argument
     return None
+
+
+def request_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the request that a call has, wherever a decorator above has put it."""
+    every = (*args, *kwargs.values())
+    # Not isinstance(), which would evaluate a lazy object.
+    return next((x for x in every if issubclass(type(x), _request_types())), None)
+
+
+def _request_types() -> tuple[type[HttpRequest], ...]:
+    drf = sys.modules.get("rest_framework.request")
+    return (HttpRequest, drf.Request) if drf else (HttpRequest,)
 
 
 def _is_self(value: Any, method: str) -> bool:
