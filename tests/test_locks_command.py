@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import unicodedata
@@ -202,6 +203,30 @@ def test_reader_that_ends(commands: Commands) -> None:
     assert process.wait(DEADLINE) == 141
     assert process.stderr is not None
     assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        pytest.param("closed", 0, id="closed"),
+        pytest.param("/dev/full", 74, id="full"),
+    ],
+)
+def test_output_that_cant_be_written(
+    commands: Commands, options: str, status: int
+) -> None:
+    """All that matches is released all the same, and the status says what happened."""
+    for key in ("a", "b", "c"):
+        LockFactory(held=True, key=key)
+    with ExitStack() as files:
+        how: dict[str, Any] = {"preexec_fn": partial(os.close, 1)}
+        if options != "closed":
+            how = {"stdout": files.enter_context(open(options, "wb"))}
+        process = commands.start("locks", "release", "--key", "*", "--yes", **how)
+    _out, err = process.communicate(timeout=DEADLINE)
+    assert b"Traceback" not in err
+    assert process.returncode == status
+    assert not DistributedLock.objects.held().exists()
 
 
 def test_list_of_one_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:

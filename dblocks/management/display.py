@@ -27,19 +27,31 @@ from .sources import Source
 
 
 class Output:
-    """What people read: no text fails for want of a character."""
+    """What people read: no text fails for want of a character.
+
+    A full disk doesn't interrupt what is being done: :meth:`settle` raises its error.
+    """
 
     def __init__(self, stream: OutputWrapper) -> None:
         self._stream = stream
+        self._error: OSError | None = None
 
     def write(self, text: str, ending: str = "\n") -> None:
-        self._stream.write(encodable(text, self._stream), ending=ending)
+        try:
+            self._stream.write(encodable(text, self._stream), ending=ending)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._error = self._error or error
+
+    def settle(self) -> None:
+        """Write what is left; raise what has kept anything from being written."""
+        if self._error is not None:
+            raise self._error
+        self._stream.flush()
 
     def isatty(self) -> bool:
         return self._stream.isatty()
-
-    def flush(self) -> None:
-        self._stream.flush()
 
 
 class Display:
@@ -118,7 +130,7 @@ class Display:
                     height = max(2, shutil.get_terminal_size().lines - 2)
                     self._out.write("\x1b[H\x1b[2J", ending="")  # home, then clear
                 self.draw(find(), limit, height)
-                self._out.flush()
+                self._out.settle()
                 time.sleep(every)
 
     def _colored(self, text: str, state: str | None) -> str:

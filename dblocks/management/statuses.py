@@ -20,6 +20,7 @@ NOTHING_DONE = 1
 # From sysexits.h.
 USAGE = 64
 UNAVAILABLE = 69
+IO_ERROR = 74
 LOST = 76
 CONFIG = 78
 # The shell's.

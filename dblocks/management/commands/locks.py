@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from io import StringIO
 from typing import Any
 
-from django.core.management.base import CommandParser, OutputWrapper
+from django.core.management.base import CommandError, CommandParser, OutputWrapper
 from django.utils.translation import ngettext
 
 from ... import validation
@@ -37,7 +37,7 @@ from ..rendering import (
 )
 from ..selection import Selection, advice_for, ordered
 from ..sources import source_of
-from ..statuses import BROKEN_PIPE, bad_usage, checked
+from ..statuses import BROKEN_PIPE, IO_ERROR, bad_usage, checked, one_line
 
 MAX_NAMED = 20
 """The most permits that an error names."""
@@ -48,6 +48,11 @@ WARNING = (
     "Until a holder finds out, at its next renewal or guard, two may be at work. Only "
     "a command under run_locked is ended then."
 )
+
+
+def _write_no_more() -> None:
+    # Python flushes standard output once more at the end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class LocksParser(Parser):
@@ -73,8 +78,9 @@ examples:
 exit status:
   0 done; 1 there was nothing to do, it was not confirmed, or the grant was over; 64
   bad usage; 69 the database or backend is out of reach or busy, or a transaction
-  keeps the lock's row locked; 78 the lock table is missing or out of date, or the
-  backend's entry in DBLOCKS is wrong; 141 the reader of the output has ended
+  keeps the lock's row locked; 74 the output can't be written (what was to be done is
+  done); 78 the lock table is missing or out of date, or the backend's entry in DBLOCKS
+  is wrong; 141 the reader of the output has ended
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -105,19 +111,29 @@ exit status:
         **options: Any,
     ) -> None:
         self.verbosity = verbosity
+        if getattr(self.stdout, "_out", None) is None:
+            # It was closed: nobody reads it.
+            self.stdout = OutputWrapper(StringIO())
         #: For people; stdout itself is for JSON.
         self.out = Output(self.stdout if verbosity else OutputWrapper(StringIO()))
         self.source = source_of(database, backend)
         self.display = Display(self.source, self.stdout, self.out, self.style)
         try:
             act(**options)
+            self.out.settle()
             self.stdout.flush()
         except BrokenPipeError:
-            # Its reader has ended, as in "| head". Python flushes once more at the end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # Its reader has ended, as in "| head".
+            _write_no_more()
             sys.exit(BROKEN_PIPE)
         except self.source.errors as error:
             raise self.source.failure(error) from error
+        except OSError as error:
+            if self.from_command_line:
+                _write_no_more()
+            raise CommandError(
+                f"the output can't be written: {one_line(error)}", returncode=IO_ERROR
+            ) from error
 
     # Showing
 
