@@ -199,9 +199,8 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     unseen = 0
     while True:
-        # Read on another connection: a leased row must never stay locked, or
-        # its holder could not renew it. A row that is inserted in the transaction
-        # keeps even those waiting who only try.
+        # On another connection: a leased row must never stay locked, or its holder
+        # could not renew it; a row that this transaction inserts holds up every try.
         locks_gaps = unseen and dialects.of(connection).keeps_row_locks
         look = table.read_all if locks_gaps else table.ensure_rows
         try:
