@@ -532,6 +532,18 @@ MUTANTS = [
         quick=SQLITE,
     ),
     Mutant(
+        "a pruned row is made anew in the waiter's transaction",
+        "backends/database/row_locks.py",
+        "unseen and dialects.of(connection).keeps_row_locks",
+        "unseen",
+        (
+            "tests/test_pruned_rows.py"
+            "::test_tries_while_a_transaction_has_a_row_made_anew",
+        ),
+        quick=POSTGRESQL,
+        engines=(POSTGRESQL,),
+    ),
+    Mutant(
         "a row that is gone counts as taken",
         "backends/database/row_locks.py",
         '                if fresh:\n                    raise StaleSnapshot(f"The row',
@@ -541,8 +553,8 @@ MUTANTS = [
             "tests/test_pruned_rows.py"
             "::test_row_goes_while_it_is_queued_for[in_a_transaction]",
         ),
-        quick=POSTGRESQL,
-        engines=SERVERS,
+        quick=MYSQL,
+        engines=(MYSQL,),
     ),
     Mutant(
         "waits that MySQL rounds to nothing",
