@@ -182,7 +182,10 @@ def test_a_thousand_cancellations(
             lease = await lock(name).aacquire(timeout=5 * SLACK)
             await lease.arelease()
 
-    run(main())
+    try:
+        run(main())
+    except asyncio.TimeoutError:
+        pytest.fail(f"time is over: {cancelled} cancelled, {entries()} got in")
     assert entries() > 10
     eventually(lambda: not opened.threads(), what="the end of the threads")
     eventually(lambda: not opened.connected(), what="the end of the connections")
