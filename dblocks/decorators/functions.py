@@ -202,13 +202,17 @@ class LeaseCalls(_Calls):
                     )
                 self.refuse_async()
                 return self.arun(args, kwargs, of_view)
-            below = views.is_below_api_view(self.wrapper, request.resolver_match)
-            in_class = bound_to(View, self.function, args) is not None
-            transactions.warn_if_late(
-                self.name,
-                below_api_view=below,
-                of_view=in_class and of_view is not None,
-            )
+            begun = transactions.begun()
+            if begun is not None:
+                view = bound_to(View, self.function, args)
+                transactions.warn_of_late_lock(
+                    self.name,
+                    begun,
+                    below_api_view=views.is_below_api_view(
+                        self.wrapper, request.resolver_match
+                    ),
+                    of_view=view is not None and of_view is not None,
+                )
             under = partial(transactions.under, aliases)
         lock = self._lock_for(self.make_texts(args, kwargs), of_view)
         try:

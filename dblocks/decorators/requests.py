@@ -92,15 +92,22 @@ class RequestTransactions:
     def _has_no_lock(self, alias: str) -> bool:
         return not any(lease._is_in_database(alias) for lease in self.leases)
 
-    def warn_if_late(self, name: str, *, below_api_view: bool, of_view: bool) -> None:
-        """Warn if the request's transaction began before the lock was taken.
+    @staticmethod
+    def begun() -> str | None:
+        """Return a database on which the request's transaction has already begun."""
+        begun = (a for a in _atomic_aliases() if in_transaction(connections[a]))
+        return next(begun, None)
+
+    def warn_of_late_lock(
+        self, name: str, alias: str, *, below_api_view: bool, of_view: bool
+    ) -> None:
+        """Warn that the request's transaction began before the lock is taken.
 
         Args:
             of_view: The call is to a method of the class that the URL led to: another
                 lock above may have begun the transaction.
         """
-        late = [a for a in _atomic_aliases() if in_transaction(connections[a])]
-        if late and (of_view or not self.opened):
+        if of_view or not self.opened:
             what_to_do = (
                 "Put it above @api_view."
                 if below_api_view
@@ -108,7 +115,7 @@ class RequestTransactions:
                 'name="dispatch")).'
             )
             warn(
-                f"{name}: ATOMIC_REQUESTS began the transaction on {late[0]!r} before "
+                f"{name}: ATOMIC_REQUESTS began the transaction on {alias!r} before "
                 f"the lock is taken. The lock is kept until that transaction ends, but "
                 f"what was read before may be old, and the commit isn't guarded. "
                 f"{what_to_do}"

@@ -58,18 +58,19 @@ def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
     Args:
         method: What :func:`method_name` says of the function.
     """
+    kinds = _request_types()
     has_self = bool(method and args and _is_self(args[0], method))
     for argument in args[: 2 if has_self else 1]:
-        if isinstance(argument, _request_types()):
+        if isinstance(argument, kinds):
             return argument
     return None
 
 
 def request_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the request that a call has, wherever a decorator above has put it."""
-    every = (*args, *kwargs.values())
+    every, kinds = (*args, *kwargs.values()), _request_types()
     # Not isinstance(), which would evaluate a lazy object.
-    return next((x for x in every if issubclass(type(x), _request_types())), None)
+    return next((x for x in every if issubclass(type(x), kinds)), None)
 
 
 def _request_types() -> tuple[type[HttpRequest], ...]:
