@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +119,15 @@ def test_bad_usage_from_code() -> None:
         with pytest.raises(CommandError) as caught:
             call_command("run_locked", *arguments)
         assert caught.value.returncode == 64
+
+
+def test_call_in_another_thread() -> None:
+    """Only the main thread can pass signals on: elsewhere it is status 69."""
+    with ThreadPoolExecutor() as pool:
+        calling = pool.submit(call_command, "run_locked", "k", "--", "true")
+        with pytest.raises(CommandError, match="needs the main thread") as caught:
+            calling.result(DEADLINE)
+    assert caught.value.returncode == 69
 
 
 @pytest.mark.parametrize(

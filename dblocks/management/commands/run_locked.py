@@ -115,13 +115,7 @@ exit status:
         lost_exit_code: int,
         **options: Any,
     ) -> None:
-        if not can_supervise:
-            raise CommandError(
-                "run_locked needs process groups, which this system doesn't have: it "
-                "runs on Linux, macOS and other systems of the Unix family; nothing "
-                "was run",
-                returncode=statuses.UNAVAILABLE,
-            )
+        _refuse_unless_it_can_supervise()
         self.verbosity = verbosity
         plan = run_plan.make_plan(**options, from_command_line=self.from_command_line)
         with Signals() as self.signals, self._threads(plan) as self.worker:
@@ -252,6 +246,25 @@ exit status:
         """Say something on standard error; without ``cron``, only on a terminal."""
         if self.verbosity > 0 and (cron or self.stderr.isatty()):
             self.stderr.write(f"run_locked: {text}")
+
+
+def _refuse_unless_it_can_supervise() -> None:
+    lacks = ""
+    if not can_supervise:
+        lacks = (
+            "process groups, which this system doesn't have: it runs on Linux, macOS "
+            "and other systems of the Unix family"
+        )
+    elif threading.current_thread() is not threading.main_thread():
+        lacks = (
+            "the main thread, which alone gets signals: start it as a process, or use "
+            "distributed_lock() in this thread"
+        )
+    if lacks:
+        raise CommandError(
+            f"run_locked needs {lacks}; nothing was run",
+            returncode=statuses.UNAVAILABLE,
+        )
 
 
 class CalledOff(Exception):
