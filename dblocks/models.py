@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from django.db import models
-from django.utils.translation import gettext
+from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
@@ -63,7 +63,9 @@ class DistributedLock(models.Model):
         verbose_name = _("lock")
         verbose_name_plural = _("locks")
         default_permissions = ("view",)
-        permissions = [("force_release_distributedlock", _("Can force release lock"))]
+        permissions = [
+            ("force_release_distributedlock", gettext_noop("Can force release lock"))
+        ]
         constraints = [
             GuardConstraint(fields=["key", "version"], name="dblocks_key_version"),
         ]

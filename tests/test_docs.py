@@ -5,6 +5,7 @@ How examples are marked is said in ``tests.support.pages``.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from functools import cache
@@ -126,6 +127,15 @@ def test_translations_show_the_same_code(page: Path) -> None:
         assert translated == fences(README)[: len(translated)]
     else:
         assert fences(page) == fences(DOCS / page.name)
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=name)
+def test_introduction_locks_nothing_at_import(page: Path) -> None:
+    """Pasted into a module of views, it doesn't ask for a table before ``migrate``."""
+    for language, code in fences(page):
+        if language == "python":
+            statements = ast.parse(code).body
+            assert not [each for each in statements if isinstance(each, ast.With)]
 
 
 def test_readme_is_short() -> None:

@@ -145,3 +145,11 @@ def test_in_use(language: str, name: str, held: str) -> None:
     with translation.override(language):
         assert str(DistributedLock._meta.verbose_name) == name
         assert str(State.HELD.label) == held
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_permission_has_one_name(language: str) -> None:
+    """Like Django's own: ``flush`` makes it anew, in whatever language and charset."""
+    name = dict(DistributedLock._meta.permissions)["force_release_distributedlock"]
+    with translation.override(language.replace("_", "-").lower()):
+        assert str(name) == "Can force release lock"
