@@ -104,6 +104,33 @@ def test_list_and_release_by_age(
     other.do(young.release)
 
 
+def test_release_of_many(
+    locks: Run,
+    backend: str,
+    key: str,
+    lock: Locks,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All locks are listed once, not again for each that is released."""
+    here = ["--backend", backend]
+    engine = backends[backend]
+    listed: list[str | None] = []
+    entries = engine.entries
+
+    def counted(which: str | None = None) -> Any:
+        listed.append(which)
+        return entries(which)
+
+    leases = [other.do(lock(f"{key}:{n}").acquire, timeout=0) for n in range(3)]
+    monkeypatch.setattr(engine, "entries", counted)
+    status, out, _ = locks("release", "--key", f"{key}:*", "--yes", *here)
+    assert (status, out.count("Released")) == (0, 3)
+    assert listed == [None]
+    for lease in leases:
+        assert not other.do(lease.release)
+
+
 @pytest.mark.usefixtures("told_by_another", "shared")
 def test_what_a_command_is_told(
     backend: str,

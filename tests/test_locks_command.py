@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.sites import site
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.core.management.color import color_style
@@ -40,7 +42,7 @@ from dblocks.signals import lock_force_released
 from dblocks.test import clear_locks, hold_elsewhere, move_clock
 from tests.support.commands import Commands, running_locks
 from tests.support.factories import LockFactory, now, stored
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, in_memory
 from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, eventually
 
@@ -843,8 +845,16 @@ def test_release_logs(run: Run, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "status"),
-    [("y", 0), ("YES", 0), ("n", 1), ("", 1), (EOFError(), 1)],
-    ids=["y", "YES", "n", "return", "end of file"],
+    [
+        ("y", 0),
+        ("YES", 0),
+        ("n", 1),
+        ("", 1),
+        (EOFError(), 1),
+        # As under nohup, or once the terminal is gone.
+        (OSError(errno.EBADF, "Bad file descriptor"), 1),
+    ],
+    ids=["y", "YES", "n", "return", "end of file", "unreadable"],
 )
 def test_release_asks(
     run: Run, monkeypatch: pytest.MonkeyPatch, answer: Any, status: int
@@ -880,6 +890,22 @@ def test_release_without_an_answer(
     assert (status, out) == (1, "")
     assert "not confirmed: nothing was released" in err
     assert stored("k").version == 1
+
+
+def test_no_connection_idles_at_the_question(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may end an idle connection before somebody answers."""
+    LockFactory(held=True, key="k")
+    idle: list[bool] = []
+
+    def reply() -> str:
+        idle.append(connection.connection is not None and not in_memory())
+        return "y"
+
+    monkeypatch.setattr("builtins.input", reply)
+    assert run("release", "k")[0] == 0
+    assert idle == [False]
 
 
 def test_release_of_what_was_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1381,6 +1407,13 @@ class Unreachable(Unplugged):
         raise ConnectionError("nobody\nlistens")
 
 
+class Refused(LocMemBackend):
+    """Learns from its server that its settings are wrong."""
+
+    def entries(self, key: str | None = None) -> list[Entry]:
+        raise ImproperlyConfigured("LEASE is 100 s:\nset another")
+
+
 @pytest.fixture
 def engine(run: Run, settings: Any, request: pytest.FixtureRequest) -> Iterator[Run]:
     """Run the command on an engine in memory, or on the one that is the parameter."""
@@ -1675,6 +1708,15 @@ def test_engine_out_of_reach(engine: Run, arguments: list[str]) -> None:
         "the backend 'engine' is out of reach: ConnectionError: nobody listens" in err
     )
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("engine", [Refused], indirect=True)
+@pytest.mark.parametrize("arguments", VERBS, ids=" ".join)
+def test_engine_misconfigured(engine: Run, arguments: list[str]) -> None:
+    """Settings that only the server finds wrong are status 78 and one line."""
+    status, out, err = engine(*arguments)
+    assert (status, out) == (78, "")
+    assert err == "CommandError: LEASE is 100 s: set another\n"
 
 
 def test_engine_that_cannot_be_made(run: Run, settings: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import NotSupportedError, connection
@@ -27,7 +29,7 @@ from dblocks.backends.values import Grant, Granted, Reading, Request
 from dblocks.conf import backends
 from dblocks.holding.holds import margin
 from dblocks.management.commands import run_locked
-from dblocks.management.run_plan import make_plan
+from dblocks.management.run_plan import Plan, make_plan
 from dblocks.models import DistributedLock
 from dblocks.supervision import launcher, sentinel, supervisor
 from dblocks.supervision.signals import Signals
@@ -130,17 +132,34 @@ def test_call_in_another_thread() -> None:
     assert caught.value.returncode == 69
 
 
+def planned(*options: str) -> Plan:
+    parser = run_locked.Command().create_parser("manage.py", "run_locked")
+    given = parser.parse_args(["k", *options, "--", "true"])
+    return make_plan(**vars(given), from_command_line=False)
+
+
 @pytest.mark.parametrize(
     ("lease", "grace"), [("0.2", 0.05), ("0.5", 0.125), ("0.75", 0.25), ("6", 2)]
 )
 def test_default_kill_after(lease: str, grace: float) -> None:
     """Even a short lease is renewed before the command would be terminated."""
-    parser = run_locked.Command().create_parser("manage.py", "run_locked")
-    options = parser.parse_args(["k", "--lease", lease, "--", "true"])
-    plan = make_plan(**vars(options), from_command_line=False)
+    plan = planned("--lease", lease)
     assert plan.kill_after == pytest.approx(grace)
     left = float(lease) - margin(float(lease))
     assert plan.kill_after < left - left / 3
+
+
+@pytest.mark.parametrize(
+    ("lease", "grace"), [("2", "1"), ("50", "20"), ("1d", "10h"), ("0.2", "0.1")]
+)
+def test_advice_about_kill_after(lease: str, grace: str) -> None:
+    """What the refusal of a grace says to write is accepted."""
+    with pytest.raises(CommandError) as caught:
+        planned("--lease", lease, "--kill-after", grace)
+    advice = re.search("write (.+) or less, or (.+) or more", str(caught.value))
+    assert advice is not None
+    planned("--lease", lease, *advice[1].split())
+    planned("--kill-after", grace, *advice[2].split())
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -706,6 +725,13 @@ class Unplugged(LocMemBackend):
         raise ConnectionError("nobody\nlistens")
 
 
+class Refused(LocMemBackend):
+    """Learns from its server that its settings are wrong."""
+
+    def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        raise ImproperlyConfigured("LEASE is 100 s:\nset another")
+
+
 class CutOff(LocMemBackend):
     """Is out of reach once it has granted a lock."""
 
@@ -773,6 +799,15 @@ def test_engine_out_of_reach(
         "the backend 'engine' is out of reach: ConnectionError: nobody listens" in err
     )
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("engine", [Refused], indirect=True)
+def test_engine_misconfigured(
+    engine: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Settings that only the server finds wrong are status 78 and one line."""
+    assert run(key, *engine, "--", "echo", "ran") == 78
+    assert capfd.readouterr() == ("", "CommandError: LEASE is 100 s: set another\n")
 
 
 @pytest.mark.parametrize("engine", [CutOff], indirect=True)

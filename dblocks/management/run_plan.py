@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, floor
 from typing import Any
 
 from django.core.management import get_commands
@@ -208,10 +209,11 @@ def _kill_after(given: float | None, lease: float) -> float:
         return min(KILL_AFTER, lease / 3, (lease - margin(lease)) / 2)
     given = checked(validation.duration, "--kill-after", given)
     if given > lease / 3:
+        most, least = floor(lease / 3 * 1000) / 1000, ceil(given * 3 * 1000) / 1000
         raise bad_usage(
-            f"--kill-after {given:g} is more than a third of the lease, which "
-            f"is {lease:g} s: write --kill-after {lease / 3:.3g} or less, or "
-            f"--lease {given * 3:g} or more"
+            f"--kill-after {given:.12g} is more than a third of the lease, which "
+            f"is {lease:.12g} s: write --kill-after {most:.12g} or less, or "
+            f"--lease {least:.12g} or more"
         )
     return given
 

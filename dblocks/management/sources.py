@@ -147,8 +147,9 @@ class Engine(Source):
         What becomes cooling in between is released all the same; without a fencing
         token, so is another grant.
         """
-        entries = self._backend.entries(lock.lock_key)
-        return any((e.key, e.owner) == (lock.key, lock.owner) for e in entries)
+        # Not entries(), which looks through all keys of a server for those of one.
+        seen = self._backend.read(lock.key)
+        return seen is not None and seen.owner == lock.owner
 
     def count_stale(self, age: float) -> int:
         self._refuse_to_prune()

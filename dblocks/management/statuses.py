@@ -51,11 +51,13 @@ def find_backend(alias: str) -> BaseBackend:
         with suppress(ImproperlyConfigured):
             if alias not in backends.settings:
                 raise bad_usage(f"--backend {alias}: {error}") from error
-        raise CommandError(str(error), returncode=CONFIG) from error
+        raise misconfigured(error) from error
 
 
 def failure(error: Exception, backend: BaseBackend) -> CommandError:
     """Turn an error of the engine that keeps the locks into a line and a status."""
+    if isinstance(error, ImproperlyConfigured):
+        return misconfigured(error)
     if backend.has_table:
         return database_failure(error, backend.using)
     return out_of_reach(f"the backend {backend.alias!r}", error)
@@ -86,6 +88,11 @@ def database_failure(error: Exception, using: str) -> CommandError:
                 returncode=CONFIG,
             )
     return out_of_reach(f"the database {using!r}", error)
+
+
+def misconfigured(error: ImproperlyConfigured) -> CommandError:
+    """Return the error for settings that are wrong, as far as that shows."""
+    return CommandError(" ".join(str(error).split()), returncode=CONFIG)
 
 
 def out_of_reach(where: str, error: Exception) -> CommandError:

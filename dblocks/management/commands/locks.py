@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from io import StringIO
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser, OutputWrapper
+from django.db import connections
 from django.utils.translation import ngettext
 
 from ... import validation
@@ -37,7 +39,14 @@ from ..rendering import (
 )
 from ..selection import Selection, advice_for, ordered
 from ..sources import source_of
-from ..statuses import BROKEN_PIPE, IO_ERROR, bad_usage, checked, one_line
+from ..statuses import (
+    BROKEN_PIPE,
+    IO_ERROR,
+    bad_usage,
+    checked,
+    misconfigured,
+    one_line,
+)
 
 MAX_NAMED = 20
 """The most permits that an error names."""
@@ -126,6 +135,8 @@ exit status:
             # Its reader has ended, as in "| head".
             _write_no_more()
             sys.exit(BROKEN_PIPE)
+        except ImproperlyConfigured as error:
+            raise misconfigured(error) from error
         except self.source.errors as error:
             raise self.source.failure(error) from error
         except OSError as error:
@@ -361,10 +372,14 @@ exit status:
     def _ask(self, lines: Sequence[str], agreed: Collection[str]) -> None:
         """Ask on stderr, as stdout is for data alone, and end unless it is agreed."""
         self.stderr.write("\n".join(lines), style_func=str, ending="")
+        if self.from_command_line:
+            # It may stand for longer than a server keeps an idle connection.
+            connections.close_all()
         try:
             answer = input() if self.standard_error.flush() else ""
-        except (EOFError, KeyboardInterrupt, RuntimeError, ValueError):
-            # Also without a standard input, and if it has something else than text.
+        except (EOFError, KeyboardInterrupt, OSError, RuntimeError, ValueError):
+            # Also without a standard input, if it can't be read (nohup), and if it has
+            # something else than text.
             answer = ""
             self.stderr.write("")
         if answer.strip().lower() not in agreed:
