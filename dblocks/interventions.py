@@ -9,7 +9,7 @@ from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from .backends.database import table
-from .backends.database.connections import in_transaction
+from .backends.database.connections import run_in_transaction
 from .backends.database.expressions import UtcNow
 from .backends.database.fields import ExactCharField, UTCDateTimeField
 from .backends.values import Grant
@@ -81,7 +81,7 @@ def _done(
             record(kind, using, grant, **how)
         return done
 
-    return in_transaction(using, act_and_record)
+    return run_in_transaction(using, act_and_record)
 
 
 def record(

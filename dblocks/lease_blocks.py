@@ -24,10 +24,10 @@ from .advice import replicas_watched
 from .backends.base import BaseBackend
 from .backends.database import transactions
 from .exceptions import LeaseLost
-from .holding.holds import PATIENCE, RELEASED, Hold
+from .holding.holds import RELEASED, Hold
+from .holding.sets import log_lapse
 from .waiting.threads import call_in_thread
 from .waiting.together import give_back
-from .waiting.wait import log_lapse
 
 if TYPE_CHECKING:
     from .leases import Lease
@@ -40,6 +40,9 @@ sync_only = async_unsafe(
 )
 
 T = TypeVar("T", bound="LeaseBlock")
+
+PATIENCE = 1.0
+"""Seconds for which a renewal that meets a locked row is tried again."""
 
 # Releases wait for the end of transactions, in a project without the app as well.
 transactions.watch()
@@ -276,8 +279,7 @@ class LeaseBlock(ABC):
                         *(lost.key, lost._hold.permit, lost.lost_reason),
                     )
         except self._backend.errors as error:
-            self._forsake()
-            self._log_lapse(error)
+            self._let_lapse(error)
 
     @abstractmethod
     def _release_now(self) -> bool:
@@ -293,15 +295,12 @@ class LeaseBlock(ABC):
                 each._tell_released()
         return True
 
-    def _forsake(self) -> None:
-        """Give up what is still open without a word to the engine: it lapses."""
+    def _let_lapse(self, error: BaseException) -> None:
+        """Give up what is still open without a word to the engine."""
         for each in self._each():
             if each._close():
                 each._hold.forsake()
-
-    def _log_lapse(self, error: BaseException) -> None:
-        for each in self._each():
-            log_lapse(each._hold, error)
+        log_lapse([each._hold for each in self._each()], error)
 
     # As a context manager
 
@@ -343,8 +342,7 @@ class LeaseBlock(ABC):
             if self._release_or_defer():
                 return
         except self._backend.errors as error:
-            self._forsake()
-            self._log_lapse(error)
+            self._let_lapse(error)
         self._raise_if_lost(exc_type)
 
     def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
@@ -370,8 +368,7 @@ class LeaseBlock(ABC):
         try:
             await self.arelease()
         except errors as error:
-            self._forsake()
-            self._log_lapse(error)
+            self._let_lapse(error)
         self._raise_if_lost(exc_type)
 
     # Transactions that commit only while the lock is held
@@ -397,6 +394,3 @@ class LeaseBlock(ABC):
             return
         with self._verifying() as holds:
             self._backend.guard_commits([hold.grant for hold in holds], aliases)
-
-    def _is_in_database(self, using: str) -> bool:
-        return self._backend.is_in_database(using)

@@ -232,12 +232,7 @@ class Lock(Generic[L]):
         wait = self.timeout if timeout is UNSET else validation.timeout(timeout)
         lease = backend.lease if isinstance(self.lease, Unset) else self.lease
         max_hold = FOREVER if self.max_hold is None else self.max_hold
-        backend.check_terms(
-            lease=lease,
-            renew=self.renew,
-            hold_at_least=self.hold_at_least,
-            owner=self.owner,
-        )
+        backend.check_terms(lease, self.hold_at_least)
         by = by or owners.current()
         how = terms(min(lease, max_hold), self.renew, max_hold, self.hold_at_least)
         note = validation.literal("note", self.note)
@@ -302,17 +297,7 @@ class Lock(Generic[L]):
     def _timed_out(self, refused: Refused) -> LockTimeout:
         """Log that the key stayed taken, and return the error that says so."""
         attempt, seen = refused
-        error = LockTimeout(
-            attempt.key,
-            permit=seen.permit,
-            backend=self.backend,
-            timeout=attempt.timeout,
-            holder=seen.holder,
-            note=seen.note,
-            acquired_at=seen.acquired_at,
-            retry_after=seen.remaining,
-            cooling=seen.is_cooling,
-        )
+        error = seen.as_timeout(attempt.key, self.backend, attempt.timeout)
         signals.log_timeout(error, clock.monotonic() - attempt.started)
         return error
 
@@ -422,7 +407,7 @@ def _frame_that_others_may_close() -> FrameType | None:
 
 def _tell_acquired(attempt: Attempt, lease: Lease) -> None:
     if (observer := signals.observer) is not None:
-        observer.acquired(attempt, lease._hold)
+        observer.acquired(attempt)
     if logger.isEnabledFor(logging.DEBUG) or signals.lock_acquired.receivers:
         facts = lease._hold.facts(waited=clock.monotonic() - attempt.started)
         if logger.isEnabledFor(logging.DEBUG):

@@ -187,7 +187,7 @@ class Telemetry:
 
     # What happens
 
-    def acquired(self, attempt: Attempt, hold: Hold) -> None:
+    def acquired(self, attempt: Attempt) -> None:
         if not attempt.reentered and (self._has_meter() or attempt.had_to_wait):
             self._note_wait(attempt, self._report_acquired)
 

@@ -164,10 +164,7 @@ def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
     leaves behind. A lease that is still held is lost, as by a force release.
 
     Args:
-        backend: The alias of the backend: a database, Redis or ``LocMemBackend``.
-
-    Raises:
-        NotImplementedError: The engine can't do this, like ZooKeeper.
+        backend: The alias of the backend.
     """
     backends[backend].clear()
 

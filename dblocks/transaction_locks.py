@@ -203,7 +203,7 @@ def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
     """Raise if the current owner has a lease on a key: it would wait for itself."""
     for key in keys:
         for lease in owners.current().leases(key):
-            if lease.held and lease._is_in_database(using):
+            if lease.held and lease._backend.is_in_database(using):
                 raise LockError(
                     f"The lock {key!r} is leased by the same owner: its row can't be "
                     f"locked inside. Use one form, distributed_lock or "

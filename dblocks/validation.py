@@ -66,7 +66,7 @@ def keys(values: object) -> tuple[str, ...]:
 
 def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
     """Return the keys that name a lock; callables are called later."""
-    return _counted(tuple(v if callable(v) else one_of(v) for v in values))
+    return _counted(tuple([v if callable(v) else one_of(v) for v in values]))
 
 
 def one_of(value: object) -> str:
@@ -81,8 +81,7 @@ def one_of(value: object) -> str:
 def _counted(values: tuple[T, ...]) -> tuple[T, ...]:
     if not values:
         raise InvalidKey("keys must not be empty: there is nothing to lock")
-    number = len(set(values))
-    if number > MAX_KEYS:
+    if len(values) > MAX_KEYS and (number := len(set(values))) > MAX_KEYS:
         raise InvalidKey(f"keys must number at most {MAX_KEYS:,}, not {number:,}")
     return values
 
@@ -162,7 +161,7 @@ def text(
         flaw = f"be longer than {longest} characters ({len(value)})"
     elif "\0" in value:
         flaw = "contain a NUL character"
-    elif re.search("[\ud800-\udfff]", value):
+    elif not value.isascii() and re.search("[\ud800-\udfff]", value):
         flaw = "contain a lone surrogate"
     if flaw:
         raise ValueError(f"{name} must not {flaw}: {value!r}")

@@ -280,6 +280,6 @@ def test_collisions_of_an_operators_transaction(
 
     if collisions > LEAST_REPEATS:
         with pytest.raises(OperationalError, match="collision"):
-            database_connections.in_transaction("default", act)
+            database_connections.run_in_transaction("default", act)
     else:
-        assert database_connections.in_transaction("default", act) == "done"
+        assert database_connections.run_in_transaction("default", act) == "done"

@@ -73,6 +73,14 @@ class TestKeptByNothing:
                 assert released.result(timeout=DEADLINE)
         assert_gone(held_during(lock, nothing))
 
+    def test_making_of_another_lock(self, lock: Locks, key: str) -> None:
+        """So is one that was a variable of a function that then made a lock."""
+        lease: Lease | None = lock().acquire()
+        dropped = weakref.ref(lease)
+        distributed_lock(f"{key}:other")
+        lease = None
+        assert_gone(dropped)
+
     def test_question(self, lock: Locks, key: str) -> None:
         """So is one whose holder asked for another key."""
         assert_gone(held_during(lock, lock(f"{key}:other").locked))

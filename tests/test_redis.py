@@ -232,7 +232,7 @@ def test_black_hole_beyond_the_lease(settings: Any, key: str, threads: Threads) 
         def watch() -> bool:
             nonlocal deadline, end
             before = time.monotonic()
-            seen = engine().read(key)
+            seen = engine().read_all([key]).get(key)
             if seen is not None and seen.owner == lease.owner:
                 end = before + seen.remaining
             if left := lease.remaining():
@@ -947,8 +947,7 @@ def test_waiters_that_die(
         holder.tell("release")
     else:
         holder.kill()
-        seen = backends["redis"].read(key)
-        assert seen is not None
+        seen = backends["redis"].read_all([key])[key]
         free = time.monotonic() + seen.remaining
     held = waiters[dead].expect("held")
     assert held["at"] - free < dead * GRACE + 0.3 + SLACK
@@ -1318,7 +1317,7 @@ def test_not_the_current_grant(here: Any, key: str, wrong: dict[str, Any]) -> No
     assert set(engine().reenter(Renewal(other, 60.0), None, 1.0).lost) == {other}
     for count in (None, 0, 3):
         assert engine().release(other, count=count, deadline=0.0) is False
-    engine().undo_all([other], 0.0)
+    engine().undo_all([other])
     engine()._server.forfeit(other, 1)
     (after,) = engine().entries(key)
     assert replace(after, remaining=0.0) == replace(before, remaining=0.0)

@@ -44,42 +44,20 @@ class Hanging:
     def __init__(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.over = threading.Event(), threading.Event()
         engine: Any = backends[backend]
-        session = engine.renewal_session
+        renew = engine.renew
 
-        def hanging_session() -> Any:
-            context = session()
-            original = context.__enter__
+        def hang(renewals: Any) -> Any:
+            if not self.reached.is_set():
+                self.reached.set()
+                self.over.wait(DEADLINE)
+            return renew(renewals)
 
-            class Session:
-                def __enter__(this) -> Any:
-                    return this.of(original())
-
-                def __exit__(this, *exc_info: object) -> None:
-                    context.__exit__(*exc_info)
-
-                def of(this, renewer: Any) -> Any:
-                    this.renew = lambda renewals: self.renew(renewer, renewals)
-                    return this
-
-            return Session()
-
-        monkeypatch.setattr(engine, "renewal_session", hanging_session)
-
-    def renew(self, renewer: Any, renewals: Any) -> Any:
-        if not self.reached.is_set():
-            self.reached.set()
-            self.over.wait(DEADLINE)
-        return renewer.renew(renewals)
+        monkeypatch.setattr(engine, "renew", hang)
 
 
 @pytest.fixture
 def hanging(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the first renewal hang until the end of the test."""
-    # A renewal thread of an earlier test would not know of it.
-    eventually(
-        lambda: not any("renewal" in t.name for t in threading.enumerate()),
-        what="the end of the renewal threads",
-    )
     hanging = Hanging(backend, monkeypatch)
     yield hanging
     hanging.over.set()

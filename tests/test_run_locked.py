@@ -709,7 +709,7 @@ def test_failing_renewals_on_sqlite(commands: Commands, key: str) -> None:
 class Particular(LocMemBackend):
     """Refuses what it can't keep, before it is asked for a lock."""
 
-    def check_terms(self, *, lease: float, hold_at_least: float, **how: Any) -> None:
+    def check_terms(self, lease: float, hold_at_least: float) -> None:
         if lease != self.lease:
             raise ValueError(f"lease must be {self.lease}, not {lease}")
         if hold_at_least:

@@ -264,8 +264,8 @@ def test_one_is_lost_during_the_wait(
     late: list[Any] = []
     undo_all = engine.undo_all
 
-    def fail(grants: Any, deadline: float) -> None:
-        late.append(partial(undo_all, grants, deadline))
+    def fail(grants: Any) -> None:
+        late.append(partial(undo_all, grants))
         monkeypatch.undo()
         raise engine.errors[0]("read timed out")
 

@@ -357,7 +357,7 @@ def test_renewals_connect_while_others_have_the_file(
 
     def ask() -> object:
         with backend.renewal_session():
-            return backend.read(key)
+            return backend.read_all([key])
 
     connection.close()
     with closing(sqlite3.connect(name, isolation_level=None)) as raw:
@@ -365,7 +365,7 @@ def test_renewals_connect_while_others_have_the_file(
         raw.execute("UPDATE testapp_account SET balance = 7")
         answer = other.start(ask)
         time.sleep(0.2)
-    assert answer.result(DEADLINE) == backend.read(key)
+    assert answer.result(DEADLINE) == backend.read_all([key])
     assert not refused
 
 

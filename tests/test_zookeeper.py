@@ -527,7 +527,7 @@ def test_fifo_among_processes(
     lease.release()
     for worker in queue:
         tokens.append(worker.expect("held")["token"])
-        assert engine().read(key).version == tokens[-1]
+        assert engine().read_all([key])[key].version == tokens[-1]
         worker.tell("release")
         assert worker.expect("released")["result"] is True
         worker.until_done()
@@ -1080,7 +1080,7 @@ def test_lost_reply_to_an_acquire(
     lose_reply("Transaction")
     lease = lock().acquire(timeout=0)
     assert len(places(key)) == 1
-    assert engine().read(key).version == lease.fencing_token
+    assert engine().read_all([key])[key].version == lease.fencing_token
     assert lease.release()
     assert not places(key)
 
@@ -1148,7 +1148,7 @@ def test_lost_reply_to_a_force_release(
         lock_force_released.disconnect(report)
     assert reported == [lease.fencing_token]
     theirs = waiting.result(DEADLINE)
-    assert engine().read(key).version == theirs.fencing_token
+    assert engine().read_all([key])[key].version == theirs.fencing_token
     assert other.do(theirs.release)
 
 

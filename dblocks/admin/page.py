@@ -139,9 +139,8 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     @admin.display(description=gettext_lazy("key"), ordering="key")
     def listed_key(self, lock: DistributedLock) -> SafeString:
         """The key, and in small type the permit and the note."""
-        permit = None
-        if lock.permit is not None:
-            number = format_html('<span class="dblocks-permit">{}</span>', lock.permit)
+        permit = number = self.shown_permit(lock)
+        if number is not None:
             permit = format_html(_("permit {number}"), number=number)
         note = (
             isolated_note(Truncator(lock.note).chars(MAX_NOTE)) if lock.note else None

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
@@ -38,12 +38,6 @@ def _refuse_unknown(place: str, given: Iterable[str], known: frozenset[str]) -> 
             f"{place} has unknown names: {', '.join(sorted(map(str, unknown)))}; "
             f"it may have {', '.join(sorted(known)) or 'none'}."
         )
-
-
-class Renewer(Protocol):
-    """What a renewal thread sends renewals through."""
-
-    def renew(self, renewals: Sequence[Renewal]) -> Renewed: ...
 
 
 class BaseBackend(ABC):
@@ -93,9 +87,7 @@ class BaseBackend(ABC):
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}") from error
 
-    def check_terms(  # noqa: B027
-        self, *, lease: float, renew: bool, hold_at_least: float, owner: str | None
-    ) -> None:
+    def check_terms(self, lease: float, hold_at_least: float) -> None:  # noqa: B027
         """Raise ``NotSupportedError`` or ``ValueError`` for what it can't promise."""
 
     # What every engine must have
@@ -120,16 +112,16 @@ class BaseBackend(ABC):
                 whose other holds this process can't see.
         """
 
+    @abstractmethod
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
-        """:meth:`read` for several keys. Leaves out keys that were never taken.
+        """Look at keys without changing them. Leaves out those that were never taken.
 
         Args:
             patience: For how many seconds passing faults may be sat out. Default: the
                 engine's own patience.
         """
-        return {key: seen for key in keys if (seen := self.read(key)) is not None}
 
     def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
         """Look at the row of a key, or at the rows of its permits.
@@ -138,10 +130,6 @@ class BaseBackend(ABC):
             Who has the key; of several permits, the one that will be free first.
         """
         return first_free(self.read_all(keys, patience), keys)
-
-    @abstractmethod
-    def read(self, key: str) -> Reading | None:
-        """Look at a key without changing it; ``None`` if it was never taken."""
 
     @abstractmethod
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
@@ -185,9 +173,9 @@ class BaseBackend(ABC):
         """:meth:`release` for several grants. Return those that were current."""
         return {g for g in grants if self.release(g, count=count, deadline=deadline)}
 
-    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+    def undo_all(self, grants: Sequence[Grant]) -> None:
         """Give back grants of one owner that nobody has used. None of them cools."""
-        self.release_all(grants, count=0, deadline=deadline)
+        self.release_all(grants, count=0, deadline=0.0)
 
     # What an engine may have
 
@@ -202,9 +190,9 @@ class BaseBackend(ABC):
         """Return a new gate at which to queue for a key, or ``None`` without gates."""
         return None
 
-    def renewal_session(self) -> AbstractContextManager[Renewer]:
-        """Return what a renewal thread renews through while it runs."""
-        return nullcontext(self)
+    def renewal_session(self) -> AbstractContextManager[object]:
+        """Return the context in which a renewal thread runs."""
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027
         """Free what the process has or waits for, if the engine keeps it otherwise.
@@ -214,8 +202,8 @@ class BaseBackend(ABC):
 
     def reason(self, grant: Grant) -> str:
         """Say why a grant that is no longer current is lost."""
-        seen = self.read(grant.key)
-        return (seen and seen.reason_for(grant)) or "expired"
+        seen = self.read_all([grant.key]).get(grant.key, Reading())
+        return seen.reason_for(grant) or "expired"
 
     def is_in_database(self, using: str) -> bool:
         """Tell whether the locks are rows of this database."""
@@ -373,4 +361,9 @@ class BaseBackend(ABC):
 
     def clear(self) -> None:
         """Free all keys."""
-        raise NotImplementedError(f"The backend {self.alias!r} can't be cleared.")
+        for entry in self.entries():
+            if entry.state != "free":
+                key, permit = entry.lock_key, entry.permit
+                self.force_release(
+                    key, permit=permit, by="dblocks.test", reason="cleared"
+                )

@@ -1,4 +1,4 @@
-"""Locks in the memory of one process: for tests, and for projects of one process."""
+"""Locks in the memory of one process, for tests."""
 
 from __future__ import annotations
 
@@ -135,10 +135,12 @@ class LocMemBackend(BaseBackend):
                 self._table.rows[renewal.grant.key] = replace(row, hold_count=count)
         return outcome
 
-    def read(self, key: str) -> Reading | None:
+    def read_all(
+        self, keys: Sequence[str], patience: float | None = None
+    ) -> dict[str, Reading]:
         with self._table.mutex:
-            row = self._table.rows.get(key)
-            return None if row is None else _reading(row, clock.monotonic())
+            now, rows = clock.monotonic(), self._table.rows
+            return {key: _reading(rows[key], now) for key in keys if key in rows}
 
     def renew(self, renewals: Sequence[Renewal]) -> Renewed:
         outcome = Renewed()
@@ -169,13 +171,13 @@ class LocMemBackend(BaseBackend):
             self._table.rows[grant.key] = row
             return True
 
-    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+    def undo_all(self, grants: Sequence[Grant]) -> None:
         with self._table.mutex:
             for grant in grants:
                 row = self._table.row(grant.key)
                 if (row.owner, row.version) == (grant.owner, grant.version):
                     self._table.rows[grant.key] = replace(row, min_until=0.0)
-            self.release_all(grants, count=0, deadline=deadline)
+            super().undo_all(grants)
 
     def entries(self, key: str | None = None) -> list[Entry]:
         with self._table.mutex:

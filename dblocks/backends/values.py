@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from .. import clock
+from ..exceptions import LockTimeout
 from ..permits import apart
 from .gates import Gate
 
@@ -142,6 +143,20 @@ class Reading:
     def is_cooling(self) -> bool:
         """Whether its holder has released it, and it stays taken for a while."""
         return bool(self.holder) and not self.owner and self.remaining > 0
+
+    def as_timeout(self, key: str, backend: str, timeout: float | None) -> LockTimeout:
+        """Return the error for a wait that ran out with this as its last reading."""
+        return LockTimeout(
+            key,
+            permit=self.permit,
+            backend=backend,
+            timeout=timeout,
+            holder=self.holder,
+            note=self.note,
+            acquired_at=self.acquired_at,
+            retry_after=self.remaining,
+            cooling=self.is_cooling,
+        )
 
     def is_of(self, grant: Grant) -> bool:
         """Tell whether a grant is the one that was seen, though it may be overdue."""

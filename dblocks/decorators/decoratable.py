@@ -71,7 +71,8 @@ def _call_method(function: Any) -> Any:
 
 def refuse_bare(decorator: str, key: object, caller: FrameType) -> None:
     """Raise ``TypeError`` for a decorator without parentheses."""
-    if _is_bare(key, caller):
+    # To look at a frame's variables is to keep their values, before Python 3.13.
+    if not isinstance(key, str) and _is_bare(key, caller):
         # One that is given as the key looks like one that is decorated.
         or_class = ", or its key is a class" if isinstance(key, type) else ""
         raise TypeError(

@@ -90,7 +90,7 @@ class RequestTransactions:
             self.leases.remove(lease)
 
     def _has_no_lock(self, alias: str) -> bool:
-        return not any(lease._is_in_database(alias) for lease in self.leases)
+        return not any(x._backend.is_in_database(alias) for x in self.leases)
 
     @staticmethod
     def begun() -> str | None:

@@ -25,9 +25,6 @@ from .registry import registry
 LONGEST_TURN = 0.25
 """Seconds for which a re-entry waits while another thread writes the row."""
 
-PATIENCE = 1.0
-"""Seconds for which passing faults are sat out if the caller's wait is shorter."""
-
 RELEASED = "released"
 
 Callbacks = list[tuple["weakref.ref[Any]", Callable[[Any], object]]]

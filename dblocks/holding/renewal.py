@@ -3,9 +3,9 @@
 The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
 code, so nothing can delay the news that a lease is over. A second thread sends the
 renewals, one for each backend that has something to renew, and takes all that are due
-together. If it hangs on a dead socket, it is abandoned and replaced once its leases are
-lost. Both linger for a while when there is nothing left to do: starting a thread for
-each short lock would cost more than the lock.
+together. If it hangs on a dead socket, it is abandoned and replaced, once its leases
+are lost or others are due that can't wait for it. Both linger for a while when there is
+nothing left to do: starting a thread for each short lock would cost more than the lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from django.db import connections
 
 from .. import clock, forks
-from ..backends.base import BaseBackend, Renewer
+from ..backends.base import BaseBackend
 from ..backends.values import Grant, Renewal, Renewed
 from . import news
 from .holds import Hold
@@ -212,15 +212,15 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._backend.renewal_session() as session:
+            with self._backend.renewal_session():
                 while self._batches.get():
-                    self._renew(session)
+                    self._renew()
                     self.batch = []
                     self._scheduler.hurry()
         finally:
             connections.close_all()
 
-    def _renew(self, session: Renewer) -> None:
+    def _renew(self) -> None:
         held = [
             (ref, hold.renewal())
             for ref in self.batch
@@ -232,7 +232,7 @@ class _Worker(threading.Thread):
         sent = clock.monotonic()
         outcome, failed = Renewed(), False
         try:
-            outcome = session.renew(_longest(each for _, each in held))
+            outcome = self._backend.renew(_longest(each for _, each in held))
         except Exception as error:
             failed = True
             _tell_failure(self._backend, len(held), error)

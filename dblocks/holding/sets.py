@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from traceback import clear_frames
 
 from .. import clock
 from .holds import RELEASED, Hold
+
+logger = logging.getLogger("dblocks")
 
 
 def release_together(holds: list[Hold], committed: bool) -> list[bool]:
@@ -69,6 +72,15 @@ def undo_together(holds: list[Hold]) -> None:
             work.callback(lambda: _undo(unused))
 
 
+def log_lapse(holds: list[Hold], error: BaseException) -> None:
+    """Say that grants could not be released."""
+    for hold in holds:
+        logger.warning(
+            "not released, left to lapse key=%r permit=%s fencing_token=%s error=%s",
+            *(hold.key, hold.permit, hold.grant.version, error),
+        )
+
+
 def _keeps_its_row(hold: Hold) -> bool:
     """Tell whether an overdue hold's row isn't over yet, and certainly nobody else's.
 
@@ -97,8 +109,7 @@ def _undo(holds: list[Hold]) -> None:
     try:
         for hold in holds:
             hold._ends(RELEASED)
-        deadline = min(hold.deadline for hold in holds)
-        holds[0].backend.undo_all([hold.grant for hold in holds], deadline)
+        holds[0].backend.undo_all([hold.grant for hold in holds])
     finally:
         for hold in holds:
             hold._asked()

@@ -186,10 +186,7 @@ def _lock(engine: BaseBackend, *keys: str, lease: float, **options: Any) -> Lock
     lock: Lock[Any] = checked(
         distributed_lock, *keys, lease=lease, backend=engine.alias, **options
     )
-    least = lock.hold_at_least
-    checked(
-        engine.check_terms, lease=lease, renew=True, hold_at_least=least, owner=None
-    )
+    checked(engine.check_terms, lease, lock.hold_at_least)
     return lock
 
 

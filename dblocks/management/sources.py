@@ -148,7 +148,7 @@ class Engine(Source):
         token, so is another grant.
         """
         # Not entries(), which looks through all keys of a server for those of one.
-        seen = self._backend.read(lock.key)
+        seen = self._backend.read_all([lock.key]).get(lock.key)
         return seen is not None and seen.owner == lock.owner
 
     def count_stale(self, age: float) -> int:

@@ -13,6 +13,7 @@ from .. import clock, forks
 from ..backends.base import BaseBackend
 from ..backends.gates import QUEUE_FOR
 from ..backends.values import Reading
+from ..bells import Bell
 from ..holding.registry import registry
 
 LOOK_EVERY = 0.0005
@@ -57,17 +58,14 @@ class Waiter:
 
     def __init__(self) -> None:
         self._woken = False
-        # A bare lock: a signal handler could block on the mutex inside an Event.
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._bell = Bell()
         self._loop = asyncio._get_running_loop()
         self._event: asyncio.Event | None = None
 
     def wake(self) -> None:
         """End the present wait, or else the next one."""
         self._woken = True
-        with suppress(RuntimeError):
-            self._bell.release()
+        self._bell.ring()
         if self._loop is not None and self._event is not None:
             # If the loop is closed, its waiters are gone.
             with suppress(RuntimeError):
@@ -79,7 +77,7 @@ class Waiter:
 
     def wait(self, seconds: float) -> bool:
         """Wait until woken, or for this long; return whether it was woken."""
-        self._bell.acquire(timeout=max(0.0, min(seconds, threading.TIMEOUT_MAX)))
+        self._bell.wait(seconds)
         woken, self._woken = self._woken, False
         return woken
 

@@ -19,11 +19,11 @@ from ..backends.values import Reading, Taken
 from ..holding.holds import Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
-from ..holding.sets import undo_together
+from ..holding.sets import log_lapse, undo_together
 from .attempt import Attempt
 from .queue import queues
 from .steps import InEventLoop, InThread, run
-from .wait import get, get_in, log_lapse, timed_out
+from .wait import get, get_in, timed_out
 
 
 class Refused(NamedTuple):
@@ -76,8 +76,7 @@ def give_back(holds: list[Hold]) -> bool:
     try:
         undo_together(holds)
     except Exception as error:
-        for hold in holds:
-            log_lapse(hold, error)
+        log_lapse(holds, error)
         return False
     return True
 

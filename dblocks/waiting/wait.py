@@ -62,14 +62,6 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
     return await _Wait(attempt, place).get(seen)
 
 
-def log_lapse(hold: Hold, error: BaseException) -> None:
-    """Say that a grant could not be released."""
-    logger.warning(
-        "not released, left to lapse key=%r permit=%s fencing_token=%s error=%s",
-        *(hold.key, hold.permit, hold.grant.version, error),
-    )
-
-
 def timed_out(attempt: Attempt, seen: Reading) -> Reading:
     """Tell observers that an attempt's time is over; return who has the key, if any."""
     if seen.remaining <= 0:

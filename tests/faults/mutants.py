@@ -607,10 +607,8 @@ MUTANTS = [
     Mutant(
         "a lease that is left to lapse is renewed",
         "lease_blocks.py",
-        "                return\n"
-        "        except self._backend.errors as error:\n"
-        "            self._forsake()\n",
-        "                return\n        except self._backend.errors as error:\n",
+        "            if each._close():\n                each._hold.forsake()\n",
+        "            pass\n",
         ("tests/test_losses.py::test_left_to_lapse[default]",),
         quick=MYSQL,
     ),
@@ -651,10 +649,10 @@ MUTANTS = [
     Mutant(
         "the row of an explicit owner's lease is waited for",
         "transaction_locks.py",
-        "            if lease.held and lease._is_in_database(using):\n",
+        "            if lease.held and lease._backend.is_in_database(using):\n",
         "            if lease._hold.explicit:\n"
         "                continue\n"
-        "            if lease.held and lease._is_in_database(using):\n",
+        "            if lease.held and lease._backend.is_in_database(using):\n",
         ("tests/test_nested_forms.py::test_row_inside_a_lease[the job-in_block]",),
         quick=SQLITE,
     ),

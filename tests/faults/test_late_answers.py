@@ -40,8 +40,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Delay]]:
     backend = backends["default"]
     hold_up(type(backend), "try_acquire")
     hold_up(type(backend), "reenter")
-    with backend.renewal_session() as session:
-        hold_up(type(session), "renew")
+    hold_up(type(backend), "renew")
     yield delays
     delays.clear()
 

@@ -139,7 +139,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     request.getfixturevalue("committed")
     if alias not in {"default", "locmem"}:
         # The process's connection, which stays.
-        backends[alias].read("ready")
+        backends[alias].read_all(["ready"])
     return alias
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ...permits import apart, row_keys
-from ..base import Renewer
 from ..gates import Gate
 from ..values import (
     UNBOUND,
@@ -171,9 +170,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def may_have_written(self, error: BaseException) -> bool:
         return not dialects.known(connections[self.using]).is_undone(error)
 
-    def read(self, key: str) -> Reading | None:
-        return self._run(connections[self.using], table.read, key, writes=False)
-
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
@@ -217,7 +213,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         own = connections[self.using]
         return self._run(own, several_rows.release, grants, count, again=again)
 
-    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+    def undo_all(self, grants: Sequence[Grant]) -> None:
         self._run(connections[self.using], several_rows.undo, grants)
 
     def _run(
@@ -254,10 +250,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def is_local(self) -> bool:  # type: ignore[override]
         return not dialects.of(connections[self.using]).has_row_locks
 
-    @contextmanager
-    def renewal_session(self) -> Iterator[Renewer]:
-        with short_waits(self.using):
-            yield self
+    def renewal_session(self) -> AbstractContextManager[object]:
+        return short_waits(self.using)
 
     # The caller's transactions
 

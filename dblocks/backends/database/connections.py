@@ -9,7 +9,6 @@ second one.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -250,7 +249,7 @@ PATIENCE = 1.0
 """Seconds for which a transaction of dblocks' own is repeated if need be."""
 
 
-def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
+def run_in_transaction(using: str, act: Callable[[Connection], T]) -> T:
     """Act in a transaction, which is repeated if the database asks for that.
 
     Inside the caller's transaction it isn't repeated.
@@ -267,11 +266,10 @@ def in_transaction(using: str, act: Callable[[Connection], T]) -> T:
             over = clock.monotonic() >= give_up and not collides
             if connection.in_atomic_block or over or not dialect.is_transient(error):
                 raise
-            time.sleep(random.uniform(0.005, 0.03))
+            time.sleep(dialect.pause(attempt))
 
 
 def _after_fork_in_child() -> None:
-    _thread.__dict__.clear()
     _thread.__init__()  # type: ignore[misc]
     for connection in connections.all(initialized_only=True):
         if connection.connection is not None:

@@ -29,6 +29,7 @@ from typing import ClassVar
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ... import forks
+from ...bells import Bell
 from ..gates import Gate, GateClosed
 from .dialects.base import digest
 
@@ -248,7 +249,7 @@ class FileLock(Gate):
     """A gate for one key of one database."""
 
     _descriptor: _Descriptor | None = None
-    _bell: threading.Lock | None = None
+    _bell: Bell | None = None
 
     def __init__(self, path: str, key: str) -> None:
         self._path = path
@@ -281,9 +282,7 @@ class FileLock(Gate):
     def enter(self, seconds: float) -> None:
         new = None
         if self._bell is None:
-            bell = threading.Lock()
-            bell.acquire()
-            self._bell = bell
+            self._bell = Bell()
         try:
             with _mutex:
                 if not self._asks() and not self.try_enter():
@@ -296,7 +295,7 @@ class FileLock(Gate):
                 new.give_up()
             raise GateClosed from error
         if not self.held:
-            self._bell.acquire(timeout=seconds)
+            self._bell.wait(seconds)
 
     def _asks(self) -> bool:
         """Tell whether a thread queues for it, even a left-over one."""
@@ -322,8 +321,7 @@ class FileLock(Gate):
         """Enter, with what an asker has got."""
         self._descriptor, self.held = descriptor, True
         if self._bell is not None:
-            with suppress(RuntimeError):
-                self._bell.release()
+            self._bell.ring()
 
     def leave(self) -> None:
         with _mutex:

@@ -81,7 +81,7 @@ def close(connection: Connection) -> None:
         logger.debug("closing failed database=%s", connection.alias, exc_info=True)
 
 
-KEPT_IDLE = 2.0
+LINGER = 2.0
 """Seconds for which an unused connection waits for the next user."""
 
 
@@ -110,7 +110,7 @@ class IdleConnections:
 
     def _tidy_later(self) -> None:
         if self._tidying.acquire(blocking=False):
-            timer = threading.Timer(KEPT_IDLE, self._tidy)
+            timer = threading.Timer(LINGER, self._tidy)
             timer.daemon, timer.name = True, "dblocks-idle"
             try:
                 timer.start()
@@ -121,7 +121,7 @@ class IdleConnections:
 
     def _tidy(self) -> None:
         self._tidying.release()
-        self.close_idle(KEPT_IDLE / 2)
+        self.close_idle(LINGER / 2)
         if any(self._idle.values()):
             self._tidy_later()
 
@@ -252,7 +252,6 @@ def discard_if_idle(own: Connection, used: Connection) -> None:
 def _after_fork_in_child() -> None:
     _inherited.extend([*_open, _thread.beside])
     _open.clear()
-    _thread.__dict__.clear()
     _thread.__init__()  # type: ignore[misc]
     for connection in connections.all(initialized_only=True):
         vars(connection).pop("close", None)

@@ -102,16 +102,7 @@ class _Wait:
 
     def timed_out(self, seen: Reading | None) -> LockTimeout:
         leased = seen if seen is not None and seen.remaining > 0 else Reading()
-        error = LockTimeout(
-            self.key,
-            backend=self.how.backend,
-            timeout=self.how.timeout,
-            holder=leased.holder,
-            note=leased.note,
-            acquired_at=leased.acquired_at,
-            retry_after=leased.remaining,
-            cooling=leased.is_cooling,
-        )
+        error = leased.as_timeout(self.key, self.how.backend, self.how.timeout)
         log_timeout(error, clock.monotonic() - self.started)
         return error
 

@@ -14,10 +14,6 @@ from .connections import ReplyLost
 from .execution import changes, execute, fetch, new_versions
 
 
-def _texts(connection: Connection) -> statements.Statements:
-    return statements.of(dialects.of(connection))
-
-
 def take(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
@@ -54,7 +50,7 @@ def _take(
         if dialect.returns_rows:
             granted = new_versions(connection, sql, values)
         elif changes(connection, sql, values):
-            versions = _texts(connection).versions(len(keys))
+            versions = statements.on(connection).versions(len(keys))
             granted = dict(fetch(connection, versions, values))
         else:
             return None
@@ -72,7 +68,7 @@ def take_again(
     if request.explicit:
         return None
     values = {"owner": request.owner, **table.numbered(keys)}
-    versions = _texts(connection).versions(len(keys))
+    versions = statements.on(connection).versions(len(keys))
     granted = dict(fetch(connection, versions, values))
     return _complete(connection, request, keys, granted)
 
@@ -95,7 +91,7 @@ def undo(connection: Connection, grants: Sequence[Grant]) -> None:
     No later ones of the same owner: an answer that was lost may have been delayed.
     """
     if grants:
-        sql = _texts(connection).undo(len(grants))
+        sql = statements.on(connection).undo(len(grants))
         execute(connection, sql, table.all_slots(grants))
 
 
@@ -103,10 +99,9 @@ def release(
     connection: Connection, grants: Sequence[Grant], count: int | None = None
 ) -> set[Grant]:
     """:func:`.table.release` for several grants; return those that were current."""
-    dialect = dialects.of(connection)
-    sql = statements.of(dialect).release_all(len(grants), count == 0)
+    sql = statements.on(connection).release_all(len(grants), count == 0)
     values = {"count": count, **table.all_slots(grants)}
-    if dialect.returns_rows:
+    if dialects.of(connection).returns_rows:
         released = set(fetch(connection, sql, values, again=True))
         return {grant for grant in grants if (grant.key, grant.version) in released}
     changed, _ = execute(connection, sql, values)

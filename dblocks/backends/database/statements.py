@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from functools import cache, cached_property, lru_cache
 
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+
 from ..values import PINNED_GRACE
+from . import dialects
 from .dialects import FLOOR, Dialect
 
 
@@ -343,3 +346,7 @@ def _keys(size: int) -> str:
 @cache
 def of(dialect: Dialect) -> Statements:
     return Statements(dialect)
+
+
+def on(connection: Connection) -> Statements:
+    return of(dialects.of(connection))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from django.apps import apps
@@ -22,7 +21,7 @@ from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
-from .connections import in_transaction
+from .connections import run_in_transaction
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
@@ -32,16 +31,6 @@ half of any lease's margin: clocks that differ a little and delays are no loss."
 
 INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""
-
-
-def _texts(connection: Connection) -> statements.Statements:
-    return statements.of(dialects.of(connection))
-
-
-@cache
-def _model(name: str) -> Any:
-    # Models can be imported only once the apps are loaded.
-    return apps.get_model("dblocks", name)
 
 
 def _acquire(connection: Connection, request: Request) -> Grant | Reading:
@@ -87,7 +76,7 @@ def create(connection: Connection, request: Request, key: str) -> Grant | None:
         GapLocked: It can't be inserted now.
     """
     cools, ends = bool(request.hold_at_least), request.max_hold < FOREVER
-    sql = _texts(connection).create(cools, ends)
+    sql = statements.on(connection).create(cools, ends)
     values = {"key": key, **_terms(request)}
     version = _made(connection, new_version, sql, values)
     return None if version is None else Grant(key, request.owner, version)
@@ -195,7 +184,7 @@ def _reentered(connection: Connection, grant: Grant, values: Values) -> bool:
 
 def read(connection: Connection, key: str) -> Reading | None:
     """Read a row without locking it; ``None`` when the key has none."""
-    rows = fetch(connection, _texts(connection).read, {"key": key})
+    rows = fetch(connection, statements.on(connection).read, {"key": key})
     return _reading(rows[0]) if rows else None
 
 
@@ -204,7 +193,7 @@ def read_all(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
     seen: dict[str, Reading] = {}
     for batch in batches.divided(keys, batches.READ):
         slots = batches.filled_up(batch, batches.READ)
-        text = _texts(connection).read_all(len(slots))
+        text = statements.on(connection).read_all(len(slots))
         for key, *row in fetch(connection, text, numbered(slots)):
             seen[key] = _reading(row)
     return seen
@@ -262,7 +251,7 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
 
     Returns the grants that are not current.
     """
-    sql = _texts(connection).pin(len(grants))
+    sql = statements.on(connection).pin(len(grants))
     pinned = set(fetch(connection, sql, all_slots(grants)))
     missing = [grant for grant in grants if (grant.key, grant.version) not in pinned]
     if not missing and dialects.of(connection).certifies:
@@ -272,13 +261,13 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
 
 def touch_current(connection: Connection, grants: Sequence[Grant]) -> bool:
     """Write the rows of grants with next to no change; tell whether all are current."""
-    sql = _texts(connection).touch_current(len(grants))
+    sql = statements.on(connection).touch_current(len(grants))
     return execute(connection, sql, all_slots(grants))[0] == len(grants)
 
 
-def touch(connection: Connection, key: str) -> bool:
-    """Write a row without changing it; tell whether it exists."""
-    return write(connection, "touch", Grant(key, "", None))
+def touch(connection: Connection, key: str) -> None:
+    """Write a row without changing it."""
+    write(connection, "touch", Grant(key, "", None))
 
 
 def renew(
@@ -382,7 +371,7 @@ def _lasts(seen: Reading, lease: float, age: float) -> bool:
 
 def ensure_floor(connection: Connection) -> None:
     """Insert the floor's row if a flush of the database removed it."""
-    inserted(connection, changes, _texts(connection).create_floor, {})
+    inserted(connection, changes, statements.on(connection).create_floor, {})
 
 
 def ensure_rows(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
@@ -408,7 +397,7 @@ def make_rows(connection: Connection, keys: Sequence[str]) -> None:
     # InnoDB keeps a lock on a row that it found there, and perhaps on the gap.
     together = dialects.of(connection).returns_rows
     for group in [keys] if together else [[key] for key in keys]:
-        create = _texts(connection).create_free(len(group))
+        create = statements.on(connection).create_free(len(group))
         if not _made(connection, changes, create, numbered(group)):
             ensure_floor(connection)
 
@@ -418,7 +407,7 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
 
     In a transaction of its own that locks only the rows it deletes.
     """
-    floor = _model("TokenFloor").objects.using(using)
+    floor = apps.get_model("dblocks", "TokenFloor").objects.using(using)
 
     def delete(connection: Connection) -> int:
         # The floor first: an insert that waits for it reads the raised one.
@@ -430,14 +419,14 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
         if doomed:
             highest = Value(max(doomed.values()))
             floor.filter(pk=1).update(value=Greatest(F("value"), highest))
-            sql = _texts(connection).delete(len(doomed))
+            sql = statements.on(connection).delete(len(doomed))
             execute(connection, sql, numbered(list(doomed)))
         return len(doomed)
 
     ensure_floor(transaction.get_connection(using))
-    return in_transaction(using, delete)
+    return run_in_transaction(using, delete)
 
 
 def make_older(connection: Connection, seconds: float) -> None:
     """Move all times into the past, as if that much time had passed; for tests."""
-    execute(connection, _texts(connection).make_older, {"ago": -seconds})
+    execute(connection, statements.on(connection).make_older, {"ago": -seconds})

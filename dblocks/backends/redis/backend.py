@@ -78,7 +78,7 @@ class RedisBackend(Servers):
     ) -> set[Grant]:
         return self._server.release_all(grants, count=count)
 
-    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+    def undo_all(self, grants: Sequence[Grant]) -> None:
         self._server.release_all(grants, count=0, undo=True)
 
     def read_all(

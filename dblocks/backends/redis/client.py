@@ -52,7 +52,7 @@ UNREACHABLE = (ConnectionError, TimeoutError)
 
 _TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError, ClusterDownError)
 
-Argument = str | bytes | int | float
+Argument = str | int | float
 
 Part = tuple[Sequence[str], Sequence[Argument]]
 """One lock's share of the keys and arguments of a script."""
@@ -338,11 +338,8 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
 
 def packed(command: Sequence[Argument]) -> bytes:
     """Return a command as it is sent."""
-    parts = [b"*%d\r\n" % len(command)]
-    for each in command:
-        part = each if isinstance(each, bytes) else str(each).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(part), part))
-    return b"".join(parts)
-
-
-__all__ = ["Client", "RedisError"]
+    parts = [
+        f"${len(part if part.isascii() else part.encode())}\r\n{part}\r\n"
+        for part in map(str, command)
+    ]
+    return f"*{len(command)}\r\n{''.join(parts)}".encode()

@@ -22,7 +22,6 @@ from redis.exceptions import ConnectionError, RedisError
 from ... import clock
 from ...permits import row_keys
 from ...workers import Workers
-from ..gates import Gate
 from ..values import (
     Entry,
     Grant,
@@ -31,7 +30,6 @@ from ..values import (
     Renewal,
     Renewed,
     Request,
-    Waiters,
     first_free,
 )
 from .counted import CountedHolds
@@ -324,7 +322,7 @@ class QuorumBackend(Servers):
         # As with renewals: lost is what no majority can have any more.
         return {grant for grant in grants if refused[grant] <= self._spare}
 
-    def undo_all(self, grants: Sequence[Grant], deadline: float) -> None:
+    def undo_all(self, grants: Sequence[Grant]) -> None:
         self._ask(lambda server: server.release_all(grants, count=0, undo=True))
 
     def read_all(
@@ -342,9 +340,6 @@ class QuorumBackend(Servers):
         readings = sorted(seen, key=lambda each: each.remaining)
         return readings[self._majority - 1]
 
-    def gate(self, request: Request) -> Gate | None:
-        return None
-
     def move_clock(self, seconds: float) -> None:
         self._ask(lambda server: server.make_older(seconds))
 
@@ -361,9 +356,6 @@ class QuorumBackend(Servers):
             missing = len(answers) - len(found[row_key])
             entries = sorted(found[row_key], key=lambda entry: entry.remaining)
             yield entries[max(0, free - missing)]
-
-    def waiters(self, key: str) -> Waiters:
-        return Waiters()
 
     def ask_holder(
         self, row_key: str, version: int | None

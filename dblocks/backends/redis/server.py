@@ -79,6 +79,10 @@ class Server:
         base = self._base(key)
         return [f"{base}queue", f"{base}alive", f"{base}rung"]
 
+    def _names(self, row_key: str) -> list[str]:
+        """Return the names of a row's queue, as :meth:`_queue`, and of its hash."""
+        return [*self._queue(apart(row_key)[0]), self.row(row_key)]
+
     def _bell(self, key: str, ticket: str) -> str:
         return f"{self._base(key)}bell:{ticket.partition(' ')[0]}"
 
@@ -117,11 +121,9 @@ class Server:
 
     def forfeit(self, grant: Grant, holds: int) -> None:
         """Subtract holds from the count of an explicit owner's grant."""
-        self.client.run(
-            scripts.FORFEIT,
-            [self._queue(apart(grant.key)[0])[0], self.row(grant.key)],
-            [grant.owner, _mark(grant), holds, _act()],
-        )
+        queue, *_, row = self._names(grant.key)
+        arguments = [grant.owner, _mark(grant), holds, _act()]
+        self.client.run(scripts.FORFEIT, [queue, row], arguments)
 
     def acquire_all(
         self, request: Request, keys: Sequence[str], patience: float = 0.0
@@ -153,13 +155,7 @@ class Server:
         answers = self.client.run_all(
             scripts.RELEASE,
             ["" if count is None else count, int(undo), _act()],
-            [
-                (
-                    [*self._queue(apart(grant.key)[0]), self.row(grant.key)],
-                    [grant.owner, _mark(grant)],
-                )
-                for grant in grants
-            ],
+            [(self._names(grant.key), [grant.owner, _mark(grant)]) for grant in grants],
         )
         return {grant for grant, answer in zip(grants, answers, strict=True) if answer}
 
@@ -276,9 +272,7 @@ class Server:
     def make_older(self, seconds: float) -> None:
         """Let time pass for all locks."""
         for batch in _batches(self._find(None)):
-            parts: list[Part] = [
-                ([self._queue(apart(each)[0])[0], self.row(each)], ()) for each in batch
-            ]
+            parts: list[Part] = [(self._names(each)[::3], ()) for each in batch]
             self.client.run_all(scripts.MAKE_OLDER, [_micro(seconds)], parts)
 
     def _entry(self, row_key: str, answer: Sequence[Any]) -> Entry:
@@ -326,7 +320,7 @@ class Server:
         return _described(
             self.client.run(
                 scripts.FORCE_RELEASE,
-                [*self._queue(apart(row_key)[0]), self.row(row_key)],
+                self._names(row_key),
                 ["" if version is None else version, _micro(age), _act()],
             )
         )

@@ -10,9 +10,8 @@ from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from redis.exceptions import RedisError
 
-from ...permits import apart
 from ..base import BaseBackend
-from ..values import Grant, Reading, Request
+from ..values import Grant, Request
 from .checks import findings
 from .client import PATIENCE, Client
 from .server import Server
@@ -56,9 +55,6 @@ class Servers(BaseBackend):
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         return bool(self.release_all([grant], count=count, deadline=deadline))
 
-    def read(self, key: str) -> Reading | None:
-        return self.read_all([key]).get(key)
-
     def _subtract_lost(self, request: Request, grant: Grant) -> None:
         """Subtract the holds that an owner who has the key already has lost here."""
         lost = request.forfeits(grant)
@@ -81,16 +77,6 @@ class Servers(BaseBackend):
     def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
         for server in self._servers:
             yield from findings(server.client)
-
-    # Tests
-
-    def clear(self) -> None:
-        for entry in self.entries():
-            if entry.state != "free":
-                key, permit = apart(entry.key)
-                self.force_release(
-                    key, permit=permit, by="dblocks.test", reason="cleared"
-                )
 
 
 def locations(alias: str, config: dict[str, Any]) -> list[str]:

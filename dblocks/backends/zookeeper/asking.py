@@ -10,7 +10,7 @@ from ... import clock
 from ...permits import row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
 from . import nodes
-from .connection import Taken
+from .connection import TakenPlaces
 from .places import Place
 from .sessions import Held, Session
 
@@ -129,7 +129,7 @@ class Asking:
         folders: Sequence[str],
         seen: Sequence[list[str] | None],
         give_up: float,
-    ) -> Taken | None:
+    ) -> TakenPlaces | None:
         request = self._request
         missing = {f: each is None for f, each in zip(folders, seen, strict=True)}
         self._touched += folders

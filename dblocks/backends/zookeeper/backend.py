@@ -96,9 +96,7 @@ class ZooKeeperBackend(BaseBackend):
         except ValueError as error:
             raise ImproperlyConfigured(f"DBLOCKS[{alias!r}]: {error}.") from error
 
-    def check_terms(
-        self, *, lease: float, renew: bool, hold_at_least: float, owner: str | None
-    ) -> None:
+    def check_terms(self, lease: float, hold_at_least: float) -> None:
         self._check_lease(lease)
         if hold_at_least:
             raise NotSupportedError(
@@ -258,9 +256,6 @@ class ZooKeeperBackend(BaseBackend):
 
     # Reading
 
-    def read(self, key: str) -> Reading | None:
-        return self.read_all([key]).get(key)
-
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
@@ -367,13 +362,6 @@ class ZooKeeperBackend(BaseBackend):
             return None
 
         return patiently(self._address, FOR_OPERATORS, ask)
-
-    # Tests
-
-    def clear(self) -> None:
-        for entry in self.entries():
-            key, permit = apart(entry.key)
-            self.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
 
 
 def _holders(

@@ -78,7 +78,7 @@ class Address:
     options_key: str
 
 
-class Taken(NamedTuple):
+class TakenPlaces(NamedTuple):
     """Places that were taken: names, contents of their folders, and the transaction."""
 
     names: list[str]
@@ -295,7 +295,7 @@ class Connection:
 
     def take(
         self, folders: Mapping[str, bool], mark: str, content: bytes, give_up: float
-    ) -> Taken | None:
+    ) -> TakenPlaces | None:
         """Take the last place in some folders, in all or in none.
 
         Args:
@@ -326,7 +326,7 @@ class Connection:
         made = [path for path in results if isinstance(path, str)]
         names = [path.rpartition("/")[2] for path in made if path not in folders]
         places = [self._places(each, give_up) for each in listed]
-        return Taken(names, places, results[-1].mzxid)
+        return TakenPlaces(names, places, results[-1].mzxid)
 
     def _heed(self, refusal: Exception, is_missing: bool, give_up: float) -> None:
         """Raise unless a transaction was refused because a folder has come or gone.

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 
 from ... import clock
+from ...bells import Bell
 from ...permits import row_keys
 from ..gates import QUEUE_FOR, Gate
 from ..values import Request
 from . import nodes
 from .connection import PASSING
-from .handler import Bell
 from .sessions import PATIENCE, Session
 
 

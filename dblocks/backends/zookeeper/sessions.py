@@ -20,10 +20,10 @@ from typing import Any, Protocol, TypeVar
 from kazoo.exceptions import KazooException
 
 from ... import clock, forks
+from ...bells import Bell
 from ..values import Grant
 from . import nodes
 from .connection import ERRORS, PASSING, Address, Connection
-from .handler import Bell
 
 logger = logging.getLogger("dblocks")
 
