@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
+from enum import IntEnum
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from dblocks.backends.database import dialects, session_locks
 from dblocks.backends.database import statements as texts
 from dblocks.backends.database.dialects.base import TABLE
 from dblocks.backends.database.dialects.mysql import MySQL
+from dblocks.backends.database.dialects.postgresql import PostgreSQL
 from dblocks.backends.database.fields import as_utc
 from dblocks.backends.gates import GateClosed
 from dblocks.conf import backends
@@ -583,3 +587,39 @@ def test_moment_given_as_text() -> None:
     assert as_utc("2026-01-02 03:04:05.000600") == moment
     assert as_utc(moment.replace(tzinfo=None)) == moment
     assert as_utc(None) is None
+
+
+class Psycopg2Level(IntEnum):
+    """As Django names them with psycopg2, whose numbers aren't psycopg's."""
+
+    READ_COMMITTED = 1
+    REPEATABLE_READ = 2
+    SERIALIZABLE = 3
+    READ_UNCOMMITTED = 4
+
+
+@pytest.mark.parametrize("level", Psycopg2Level, ids=lambda level: level.name)
+def test_isolation_with_psycopg2(level: Psycopg2Level) -> None:
+    """What may have an old snapshot is known by its name."""
+    expected = {
+        Psycopg2Level.REPEATABLE_READ: "repeatable read",
+        Psycopg2Level.SERIALIZABLE: "serializable",
+    }
+    found = PostgreSQL().isolation(SimpleNamespace(isolation_level=level))
+    assert found == expected.get(level)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+@pytest.mark.parametrize("callback", [None, print], ids=["bare", "psycogreen"])
+def test_gevent_with_psycopg2(
+    driver: str, callback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in C, and all greenlets with it, unless it is told how to wait."""
+    patched = SimpleNamespace(is_module_patched=lambda name: True)
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+    extensions = SimpleNamespace(get_wait_callback=lambda: callback)
+    monkeypatch.setitem(sys.modules, "psycopg2", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "psycopg2.extensions", extensions)
+    database = SimpleNamespace(__name__=driver)
+    stops = PostgreSQL().waits_for_all(SimpleNamespace(Database=database))
+    assert stops == (driver == "psycopg2" and callback is None)

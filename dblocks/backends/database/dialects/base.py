@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -20,6 +21,12 @@ Shape = Callable[..., str]
 
 TABLE = "dblocks_distributedlock"
 FLOOR = "dblocks_tokenfloor"
+
+
+def gevent_waits() -> bool:
+    """Tell whether gevent has put its own waits in the place of the sockets'."""
+    monkey: Any = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("socket"))
 
 
 class Dialect:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -13,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ....permits import MAX_PERMITS, SEPARATOR
 from ...messages import warning
-from .base import TABLE, Dialect, Shape, ask, digest
+from .base import TABLE, Dialect, Shape, ask, digest, gevent_waits
 from .galera import clock_findings
 
 NAMES_AT_ONCE = 500
@@ -176,9 +175,7 @@ class MySQL(Dialect):
 
     def waits_for_all(self, connection: Any) -> bool:
         # The drivers but one wait in C, which gevent can't interrupt.
-        monkey: Any = sys.modules.get("gevent.monkey")
-        patched = monkey is not None and monkey.is_module_patched("socket")
-        return patched and connection.Database.__name__ != "pymysql"
+        return gevent_waits() and connection.Database.__name__ != "pymysql"
 
     def take_session_lock(
         self, connection: Connection, name: str | int, seconds: float

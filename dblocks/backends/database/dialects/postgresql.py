@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import DatabaseError, InterfaceError, OperationalError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
-from .base import TABLE, Dialect, ask, digest, send
+from .base import TABLE, Dialect, ask, digest, gevent_waits, send
 
 PREPARE_AFTER = 5
 """Grants on one connection after which the server keeps the plans of what follows."""
@@ -153,10 +154,11 @@ class PostgreSQL(Dialect):
         # libpq's own errors, about the connection, have no state.
         return isinstance(error, (OperationalError, InterfaceError))
 
-    _LEVELS: dict[Any, str] = {3: "repeatable read", 4: "serializable"}
-
     def isolation(self, connection: Any) -> str | None:
-        return self._LEVELS.get(getattr(connection, "isolation_level", None))
+        # psycopg2 numbers the levels differently.
+        level = getattr(connection, "isolation_level", None)
+        name = getattr(level, "name", "").replace("_", " ").lower()
+        return name if name in {"repeatable read", "serializable"} else None
 
     snapshots_hide_rows = True
 
@@ -224,6 +226,13 @@ class PostgreSQL(Dialect):
         return bool(
             ask(connection, "SELECT pg_try_advisory_xact_lock(%s)", [number])[0]
         )
+
+    def waits_for_all(self, connection: Any) -> bool:
+        # psycopg2 waits in C, unless something like psycogreen waits for it.
+        if connection.Database.__name__ != "psycopg2" or not gevent_waits():
+            return False
+        extensions = import_module("psycopg2.extensions")
+        return bool(extensions.get_wait_callback() is None)
 
     try_session_lock = "SELECT pg_try_advisory_lock(%s)"
     free_session_lock = "SELECT pg_advisory_unlock(%s)"
