@@ -160,6 +160,17 @@ def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) ->
     assert lease.lost_reason == "backend"
 
 
+def test_lease_that_too_few_servers_have(servers: list[Redis], key: str) -> None:
+    """It isn't said to have run out by itself, though a majority answers."""
+    length = scaled(2)
+    lease = distributed_lock(key, lease=length).acquire(timeout=0)
+    redis.Redis.from_url(servers[0].url()).flushall()
+    for server in servers[1:3]:
+        server.kill()
+    eventually(lambda: not lease.held, within=length + SLACK, what="the loss")
+    assert lease.lost_reason == "backend"
+
+
 def test_restarted_without_file(settings: Any, key: str) -> None:
     """Two servers that forget what they granted change nothing; three lose it."""
     # Like another process, so that a loss is known by the renewal alone.

@@ -38,7 +38,7 @@ from dblocks.backends.values import Request
 from dblocks.backends.zookeeper import nodes, sessions
 from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
-from dblocks.permits import row_keys
+from dblocks.permits import row_key, row_keys
 from dblocks.signals import lock_force_released
 from tests.faults.crew import Crew
 from tests.faults.exclusion import exclude
@@ -745,6 +745,23 @@ def test_expired_session(
     assert lease.release() is False
     assert theirs.held
     assert other.do(theirs.release)
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_folder_of_an_expired_session(lock: Locks, key: str, permits: int) -> None:
+    """The server deletes the nodes in it, and the process the folder."""
+    lease = lock(permits=permits).acquire()
+    held = folder(row_key(key, lease.permit if permits > 1 else None))
+    expire()
+    eventually(lambda: lease.lost_reason, within=engine().lease)
+
+    def is_gone() -> bool:
+        with suppress(KazooException):
+            return not session().client.exists(held)
+        return False
+
+    eventually(is_gone, what="the folder's end")
+    assert lease.release() is False
 
 
 def test_session_that_is_replaced_at_once(

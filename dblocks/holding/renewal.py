@@ -212,15 +212,28 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._backend.renewal_session():
-                while self._batches.get():
-                    self._renew()
-                    self.batch = []
-                    self._scheduler.hurry()
+            while self._serve():
+                pass
         finally:
             connections.close_all()
 
-    def _renew(self) -> None:
+    def _serve(self) -> bool:
+        """Send renewals until one fails; ``False`` if it is to end.
+
+        The next session has a connection of its own: the present one may lead to a
+        server that is no longer the primary.
+        """
+        with self._backend.renewal_session():
+            while self._batches.get():
+                succeeded = self._renew()
+                self.batch = []
+                self._scheduler.hurry()
+                if not succeeded:
+                    return True
+        return False
+
+    def _renew(self) -> bool:
+        """Renew the batch; tell whether the engine has answered."""
         held = [
             (ref, hold.renewal())
             for ref in self.batch
@@ -228,7 +241,7 @@ class _Worker(threading.Thread):
         ]
         hold = None
         if not held:
-            return
+            return True
         sent = clock.monotonic()
         outcome, failed = Renewed(), False
         try:
@@ -241,9 +254,11 @@ class _Worker(threading.Thread):
             if hold is None:
                 continue
             if not hold.note_answer(outcome, sent):
-                # Where a transaction has the row locked, the engine has answered.
-                hold.failing = failed
+                # Where a transaction has the row locked, the engine has answered. One
+                # without a table was out of reach, or too few of its servers have it.
+                hold.failing = failed or not self._backend.has_table
                 hold.renew_at = clock.monotonic() + _soon(hold)
+        return not failed
 
 
 def _longest(renewals: Iterable[Renewal]) -> list[Renewal]:

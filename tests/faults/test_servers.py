@@ -22,7 +22,14 @@ from tests.faults.kinds import KINDS, Asked, grants_in, row_of
 from tests.faults.scale import FULL, SEED, counts, pick
 from tests.support import services
 from tests.support.factories import stored
-from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
+from tests.support.timing import (
+    DEADLINE,
+    SLACK,
+    always,
+    eventually,
+    scaled,
+    takes,
+)
 from tests.testapp.models import Account
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -137,6 +144,30 @@ def test_server_down_for_longer_than_the_lease(
     assert len(granted) == len(held)
     assert all(grant["token"] > tokens[row_of(grant)] for grant in granted)
     figures["down for longer"] = 1
+
+
+def test_renewals_at_a_server_that_refuses_them(
+    private: services.Server, settings: Any, key: str, figures: Figures, caplog: Any
+) -> None:
+    """F8: they are tried on another connection: another server is the primary now."""
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
+    writable = connections["private"]
+    writable.ensure_connection()
+    read_only = "SET GLOBAL tx_read_only"
+    if writable.vendor == "postgresql":
+        read_only = "ALTER DATABASE faults SET default_transaction_read_only"
+    elif not writable.mysql_is_mariadb:
+        read_only = "SET GLOBAL transaction_read_only"
+    length = scaled(3)
+    lease = distributed_lock(key, lease=length).acquire(timeout=0)
+    # Of sessions that begin from now on.
+    writable.cursor().execute(f"{read_only} = ON")
+    eventually(lambda: "renewal failed" in caplog.text, what="a failed renewal")
+    writable.cursor().execute(f"{read_only} = OFF")
+    always(lambda: lease.held, during=1.5 * length, what="held")
+    assert lease.release() is True
+    figures["refused"] = 1
 
 
 CLOCKS = ["a day ahead", "jumping", "a day behind"]

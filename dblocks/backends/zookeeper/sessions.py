@@ -277,6 +277,9 @@ class Session(Connection):
         places = self.children([folder], give_up)[0] or ()
         mine = [f"{folder}/{place}" for place in places if nodes.is_of(place, mark)]
         self.remove(mine, give_up)
+        if not mine:
+            # It went with its session, which deletes no folders.
+            self.client.delete_async(folder)
 
     def forget_parent(self) -> None:
         """Let go of it in a forked child: it is the parent's."""
