@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
 from django.db.models import F
 
 from .exceptions import LeaseLost
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+M = TypeVar("M", bound=models.Model, covariant=True)
 
 Fence = Any
 """A :class:`~dblocks.Lease`, or its token as an ``int`` or as digits in a ``str``."""
@@ -39,7 +44,7 @@ class FencingTokenField(models.BigIntegerField):  # type: ignore[type-arg]
         return super().pre_save(model_instance, add) if add else F(self.attname)
 
 
-class FencedQuerySet(models.QuerySet[Any]):
+class FencedQuerySet(models.QuerySet[M]):
     """Adds updates that a holder with an outdated token can't make."""
 
     def fenced_update(self, fence: Fence, /, **values: Any) -> int:
@@ -100,7 +105,7 @@ class FencedQuerySet(models.QuerySet[Any]):
 
 if TYPE_CHECKING:
     # What as_manager() makes, for type checkers that can't look into it.
-    class _FencedManager(FencedQuerySet, models.Manager[Any]): ...
+    class _FencedManager(FencedQuerySet[M], models.Manager[M]): ...  # type: ignore[misc]
 
 
 class FencedModel(models.Model):
@@ -122,7 +127,7 @@ class FencedModel(models.Model):
     if TYPE_CHECKING:
         # Not for those who read annotations at run time: these can't be evaluated.
         fencing_token: models.BigIntegerField[Any, int]
-        objects: ClassVar[_FencedManager]
+        objects: ClassVar[_FencedManager[Self]]
     else:
         fencing_token = FencingTokenField(default=0, editable=False)
         objects = FencedQuerySet.as_manager()

@@ -79,7 +79,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     def with_state(self) -> LockQuerySet:
         """Annotate ``state`` (a :class:`State`) and ``remaining``, in seconds."""
         whens = [When(q, then=Value(str(state))) for state, q in _STATES.items()]
-        rows: LockQuerySet = self.annotate(
+        rows: LockQuerySet = self.annotate(  # type: ignore[no-redef]
             state=Case(*whens, output_field=models.CharField()),
             remaining=SecondsUntil(F("expires_at")),
         )
@@ -347,7 +347,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
 
 if TYPE_CHECKING:
     # What from_queryset() makes, for type checkers that can't look into it.
-    class _Manager(LockQuerySet, models.Manager["DistributedLock"]):
+    class _Manager(LockQuerySet, models.Manager["DistributedLock"]):  # type: ignore[misc]
         def get_queryset(self) -> LockQuerySet: ...
 else:
     _Manager = models.Manager.from_queryset(LockQuerySet)

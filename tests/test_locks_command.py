@@ -949,6 +949,8 @@ def test_cooling_since_it_was_shown(
     assert DistributedLock.objects.free().filter(pk="k", version=2).exists()
 
 
+QUOTED = """'it'"'"'s $HOME*'"""
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "another grant": (["held", "--fencing-token", "99"], "99"),
     "too young": (["held", "--older-than", "2d"], "has not been held"),
@@ -956,6 +958,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown": (["nobody's"], 'there is no lock "nobody\'s"; manage.py locks list'),
     "asterisk": (["he*"], "no lock 'he*'; for a pattern write --key 'he*'"),
     "question mark": (["hel?"], "; for a pattern write --key 'hel?'"),
+    "for a shell": (["it's $HOME*"], f"write --key {QUOTED}, with list"),
+    "control character": (["a\n*"], "'a\\n*'; manage.py locks list shows all"),
     "bracket": (["hel[d]"], "; for a pattern write --key 'hel[d]'"),
 }
 

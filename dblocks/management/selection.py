@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from shlex import quote
 from typing import Any
 
 from .. import validation
@@ -71,8 +72,8 @@ class Selection:
 
 def advice_for(key: str) -> str:
     """Say what to do about a key that no lock has."""
-    if _MAGIC.search(key):
-        return f"for a pattern write --key {key!r}, with list or release"
+    if _MAGIC.search(key) and key.isprintable():
+        return f"for a pattern write --key {quote(key)}, with list or release"
     return "manage.py locks list shows all"
 
 

@@ -25,6 +25,7 @@ from dblocks import (
     make_key,
     transaction_lock,
 )
+from dblocks.fencing import FencedQuerySet
 from dblocks.models import DistributedLock, LockManager, LockQuerySet
 from dblocks.signals import lock_lost
 from dblocks.test import hold_elsewhere
@@ -144,6 +145,11 @@ def rows(now: datetime) -> None:
     locked: TransactionLock = transaction_lock("a", "b", nowait=True)
     with locked, transaction_lock("k") as entered:
         print(row, first, updated, token, entered.expires_at < now)
+
+
+def fenced(accounts: FencedQuerySet[Account]) -> None:
+    assert_type(accounts.filter(pk=1).first(), "Account | None")
+    assert_type(accounts.fenced_update(3, name="n"), int)
 
 
 def losses(**values: object) -> None:
