@@ -13,13 +13,16 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from dblocks import Lease, Lock, locks
+from dblocks.backends.database import transactions
 from dblocks.holding.registry import Registry, registry
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.lease_blocks import LeaseBlock
-from tests.support.timing import DEADLINE
+from dblocks.waiting.queue import WaitQueues
+from tests.support.fixtures import OtherThread
+from tests.support.timing import DEADLINE, takes
 
 Locks = Callable[..., Lock]
 
@@ -98,6 +101,52 @@ def test_interrupt_in_the_bookkeeping(
     thread.start()
     thread.join(DEADLINE)
     assert not thread.is_alive()
+
+
+def interrupted(code: Any, call: Callable[[], object]) -> None:
+    """Make a call that a signal interrupts where that function is called first."""
+
+    def interrupt(frame: FrameType, what: str, argument: object) -> None:
+        if frame.f_code is code:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.usefixtures("committed")
+def test_interrupt_while_a_waiter_leaves(
+    lock: Locks, key: str, other: OtherThread
+) -> None:
+    """Those who come later don't wait behind it."""
+    holds = other.do(lambda: lock().acquire(timeout=0))
+    asks = lock(timeout=0.05).acquire
+    interrupted(WaitQueues.leave.__code__, asks)
+    other.do(holds.release)
+    with takes(at_most=1), lock(timeout=DEADLINE):
+        pass
+
+
+@pytest.mark.usefixtures("committed")
+@pytest.mark.parametrize(
+    "function", [transactions.transaction_is_open, transactions._run_all]
+)
+def test_interrupt_at_the_end_of_a_transaction(
+    lock: Locks, obtainable: Callable[..., bool], function: Any
+) -> None:
+    """What was postponed until then is done."""
+    lease = lock().acquire(timeout=0)
+    block = transaction.atomic()
+    block.__enter__()
+    assert lease.release() is True
+    interrupted(function.__code__, lambda: block.__exit__(None, None, None))
+    assert obtainable()
 
 
 def enters(block: Lock | Lease, steps: int) -> bool:

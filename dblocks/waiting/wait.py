@@ -125,7 +125,12 @@ class _Wait:
             queue = queues.join(*place, self.waiter)
             return await self._stand(queue, seen)
         finally:
-            queues.leave(*place, self.waiter)
+            try:
+                queues.leave(*place, self.waiter)
+            except BaseException:
+                # An interrupt: nobody may wait behind it for ever.
+                queues.leave(*place, self.waiter)
+                raise
 
     async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
         """Wait to be first in this process, then for the key."""

@@ -262,6 +262,21 @@ def _leave_row_locks(connection: Connection, exc_type: object) -> None:
 
 
 def _outermost_left(thread: _Thread) -> None:
+    due = thread.due
+    try:
+        _do_if_over(thread)
+    except Exception:
+        raise
+    except BaseException:
+        # An interrupt may have come before it was begun.
+        if thread.due is due:
+            _do_if_over(thread)
+        else:
+            _run_all([function for stage in due for function in stage])
+        raise
+
+
+def _do_if_over(thread: _Thread) -> None:
     # What is due finds out by itself that autocommit was switched off by hand.
     with suppress(TransactionManagementError):
         if not any(thread.due) or transaction_is_open():
