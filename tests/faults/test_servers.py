@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.faults.kinds import KINDS, Asked, grants_in, row_of
 from tests.faults.scale import FULL, SEED, counts, pick
 from tests.support import services
 from tests.support.factories import stored
+from tests.support.fixtures import OtherThread
 from tests.support.timing import (
     DEADLINE,
     SLACK,
@@ -168,6 +169,38 @@ def test_renewals_at_a_server_that_refuses_them(
     always(lambda: lease.held, during=1.5 * length, what="held")
     assert lease.release() is True
     figures["refused"] = 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiter_when_the_server_restarts(
+    private: services.Server,
+    crew: Crew,
+    threads: Callable[[], OtherThread],
+    settings: Any,
+    key: str,
+    kind: str,
+    figures: Figures,
+) -> None:
+    """F8: who was waiting goes on waiting once the server is there again."""
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
+    asked = Asked.of_kind(kind, key)
+    crew.wait_until_ready()
+    row = {**asked.told, "until": time.monotonic() + 5, "lease": 30.0}
+    for holder in crew.fork_all("hold", [row] * asked.permits):
+        holder.expect("held")
+    waiter = threads()
+    answer = waiter.start(asked.lock(lease=60).acquire, timeout=2 * DEADLINE)
+    rows = DistributedLock.objects.using("private")
+    eventually(lambda: rows.waiters(sorted(asked.keys)[0]).number, what="the waiter")
+    private.kill()
+    time.sleep(0.3)
+    private.start()
+    waiter.do(answer.result(timeout=2 * DEADLINE).release)
+    connections["private"].close()
+    figures["waited on"] = 1
 
 
 CLOCKS = ["a day ahead", "jumping", "a day behind"]

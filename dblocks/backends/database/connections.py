@@ -39,6 +39,9 @@ T = TypeVar("T")
 LEAST_REPEATS = 5
 """How often an operation that collides with another is repeated, however late it is."""
 
+RECONNECTING = 10
+"""How many times as long to pause while the server can't be reached again."""
+
 
 class ReplyLost(DatabaseError):
     """The statement was carried out, but its reply can't be trusted."""
@@ -185,7 +188,7 @@ def run(
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
     """
-    started, waited, attempt = clock.monotonic(), 0.0, 0
+    started, waited, attempt, dropped = clock.monotonic(), 0.0, 0, False
     while True:
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
@@ -202,13 +205,12 @@ def run(
             return result
         except (DatabaseError, InterfaceError) as error:
             dialect = dialects.known(connection)
-            sits_out = dialect.sits_out(connection) if patience is None else patience
-            give_up = started + sits_out
-            if attempt < LEAST_REPEATS and sits_out and dialect.is_collision(error):
-                give_up = float("inf")
-            if not _may_repeat(own, connection, error, give_up):
+            give_up = started + _sits_out(connection, error, patience, attempt)
+            reconnecting = dropped and connection.connection is None
+            if not _may_repeat(own, connection, error, give_up, reconnecting):
                 raise
-            lost = dialect.is_lost(error)
+            lost = not reconnecting and dialect.is_lost(error)
+            dropped = dropped or lost
             if again is not None and (lost or isinstance(error, ReplyLost)):
                 operation = again
             logger.debug("repeating database=%s error=%s", own.alias, error)
@@ -219,14 +221,34 @@ def run(
             elif connection is not own:
                 discard_if_idle(own, connection)
         attempt += 1
-        time.sleep(dialect.pause(attempt))
+        time.sleep(dialect.pause(attempt) * (RECONNECTING if reconnecting else 1))
         waited = clock.monotonic() - started
 
 
+def _sits_out(
+    connection: Connection, error: Exception, patience: float | None, attempt: int
+) -> float:
+    """Return for how many seconds errors of a kind are sat out."""
+    dialect = dialects.known(connection)
+    seconds = dialect.sits_out(connection) if patience is None else patience
+    if attempt < LEAST_REPEATS and seconds and dialect.is_collision(error):
+        return float("inf")
+    return seconds
+
+
 def _may_repeat(
-    own: Connection, connection: Connection, error: Exception, give_up: float
+    own: Connection,
+    connection: Connection,
+    error: Exception,
+    give_up: float,
+    reconnecting: bool,
 ) -> bool:
-    """Tell whether to repeat an operation; note a dead connection, to avoid it."""
+    """Tell whether to repeat an operation; note a dead connection, to avoid it.
+
+    Args:
+        reconnecting: An earlier attempt has met a dead one, and the server may be
+            about to restart.
+    """
     dialect = dialects.known(connection)
     if clock.monotonic() >= give_up:
         return False
@@ -234,6 +256,8 @@ def _may_repeat(
         return True
     if connection.in_atomic_block:
         return False
+    if reconnecting:
+        return True
     if not dialect.is_lost(error):
         return dialect.is_transient(error)
     if connection.connection is None:
