@@ -160,7 +160,9 @@ def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) ->
     assert lease.lost_reason == "backend"
 
 
-def test_lease_that_too_few_servers_have(servers: list[Redis], key: str) -> None:
+def test_lease_that_too_few_servers_have(
+    servers: list[Redis], key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It isn't said to have run out by itself, though a majority answers."""
     length = scaled(2)
     lease = distributed_lock(key, lease=length).acquire(timeout=0)
@@ -169,6 +171,7 @@ def test_lease_that_too_few_servers_have(servers: list[Redis], key: str) -> None
         server.kill()
     eventually(lambda: not lease.held, within=length + SLACK, what="the loss")
     assert lease.lost_reason == "backend"
+    eventually(lambda: "leases=1 error=too few servers have" in caplog.text)
 
 
 def test_restarted_without_file(settings: Any, key: str) -> None:

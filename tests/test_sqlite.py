@@ -627,6 +627,21 @@ def test_file_that_is_gone(
     waiter.until_done()
 
 
+@pytest.mark.usefixtures("queue")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
+def test_file_that_root_makes(tmp_path: Path) -> None:
+    """Whoever owns the database can open it; a file that was there is left as it is."""
+    theirs = tmp_path / "theirs"
+    theirs.touch()
+    os.chown(theirs, 12345, 23456)
+    file_locks._Descriptor(str(theirs))
+    made = Path(f"{theirs}{file_locks.SUFFIX}")
+    assert (made.stat().st_uid, made.stat().st_gid) == (12345, 23456)
+    os.chown(made, 0, 0)
+    file_locks._Descriptor(str(theirs))
+    assert made.stat().st_uid == 0
+
+
 # What a reader of this engine found
 
 

@@ -268,10 +268,12 @@ class Renewed:
     """The outcome of renewals.
 
     Attributes:
-        extended, lost: Grants in neither were busy: try again soon.
+        extended, lost: Grants in neither were busy, or out of reach: try again soon.
         requested: Grants whose holder is asked to finish.
+        out_of_reach: Grants that too few servers have, or none that could be asked.
     """
 
     extended: set[Grant] = field(default_factory=set)
     lost: dict[Grant, str] = field(default_factory=dict)
     requested: set[Grant] = field(default_factory=set)
+    out_of_reach: set[Grant] = field(default_factory=set)

@@ -251,13 +251,13 @@ class _Worker(threading.Thread):
             _tell_failure(self._backend, len(held), error)
         for ref, _ in held:
             hold = ref()
-            if hold is None:
-                continue
-            if not hold.note_answer(outcome, sent):
-                # Where a transaction has the row locked, the engine has answered. One
-                # without a table was out of reach, or too few of its servers have it.
-                hold.failing = failed or not self._backend.has_table
+            if hold is not None and not hold.note_answer(outcome, sent):
+                # Where a transaction has the row locked, the engine has answered.
+                hold.failing = failed or hold.grant in outcome.out_of_reach
                 hold.renew_at = clock.monotonic() + _soon(hold)
+        if outcome.out_of_reach:
+            why = "too few servers have them, or could be asked"
+            _tell_failure(self._backend, len(outcome.out_of_reach), why)
         return not failed
 
 
@@ -271,7 +271,7 @@ def _longest(renewals: Iterable[Renewal]) -> list[Renewal]:
     return list(longest.values())
 
 
-def _tell_failure(backend: BaseBackend, leases: int, error: Exception) -> None:
+def _tell_failure(backend: BaseBackend, leases: int, error: object) -> None:
     text = "renewal failed backend=%s leases=%d error=%s"
     news.apart(partial(logger.warning, text, backend.alias, leases, error))
 

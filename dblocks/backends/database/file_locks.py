@@ -75,9 +75,16 @@ class _File:
 
     def open(self, path: str) -> None:
         self.name = path + SUFFIX
-        # As SQLite does for its own files next to the database.
-        mode = os.stat(path).st_mode & 0o666
-        self.number = os.open(self.name, os.O_RDWR | os.O_CREAT, mode)
+        # As SQLite does for its own files next to the database: what root makes, the
+        # database's owner can open.
+        database = os.stat(path)
+        mode = database.st_mode & 0o666
+        try:
+            self.number = os.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            if os.geteuid() == 0:
+                os.fchown(self.number, database.st_uid, database.st_gid)
+        except FileExistsError:
+            self.number = os.open(self.name, os.O_RDWR)
         file = os.fstat(self.number)
         self._identity = file.st_ino, file.st_dev
         self.all_open.add(self)

@@ -219,8 +219,8 @@ def release_again(
     if count is None:
         # Subtracting twice would free a lock that a co-owner holds.
         raise DatabaseError(
-            f"The answer to the release of {grant.key!r} was lost; whether its "
-            f"holds were counted down is not known."
+            f"The answer to the release of {apart(grant.key)[0]!r} was lost; whether "
+            f"its holds were counted down is not known."
         )
     if release(connection, grant, count):
         return True

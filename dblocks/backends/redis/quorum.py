@@ -305,6 +305,8 @@ class QuorumBackend(Servers):
             elif len(reasons) > self._spare:
                 renewed.lost[grant] = Counter(reasons).most_common(1)[0][0]
                 self._counted.forget(grant)
+            else:
+                renewed.out_of_reach.add(grant)
         return renewed
 
     def release_all(

@@ -176,6 +176,8 @@ class Server:
                 elif answer is not None:
                     seen = self._reading(answer)
                     renewed.lost[grant] = seen.reason_for(grant) or "taken"
+                else:
+                    renewed.out_of_reach.add(grant)
         return renewed
 
     def read_all(
