@@ -17,7 +17,7 @@ from typing import Any
 from .. import clock, permits
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
-from ..backends.values import FOREVER, Granted, Renewal, Renewed
+from ..backends.values import FOREVER, Binding, Granted, Renewal, Renewed
 from . import news
 from .owners import Owner
 from .registry import registry
@@ -116,7 +116,9 @@ class Hold:
     ref: weakref.ref[Hold] | None = None
     _lost_at: float | None = None
 
-    def __init__(self, claim: Claim, granted: Granted, sent: float) -> None:
+    def __init__(
+        self, claim: Claim, granted: Granted, sent: float, binding: Binding
+    ) -> None:
         self.backend = claim.backend
         self.grant = granted.grant
         self.key, self.permit = permits.apart(granted.grant.key)
@@ -133,7 +135,7 @@ class Hold:
         self.promise(claim)
         self.leases: set[weakref.ref[Any]] = set()
         self.gate: Gate | None = granted.gate
-        self.binding = claim.backend.binding()
+        self.binding = binding
         self.loss_callbacks: Callbacks = []
         self.request_callbacks: Callbacks = []
         self._requests: dict[str, object] = {}

@@ -48,13 +48,14 @@ class RenewalScheduler:
         self._used = False
         self._workers: dict[BaseBackend, _Worker] = {}
 
-    def watch(self, hold: Hold) -> None:
-        """Watch over a hold until it is released, lost or forgotten."""
-        registry.add(hold)
+    def watch(self, *holds: Hold) -> None:
+        """Watch over holds until they are released, lost or forgotten."""
+        for hold in holds:
+            registry.add(hold)
         self._used = True
         if self._thread is None or not self._thread.is_alive():
             self._start()
-        elif hold.renew_at < self._wakes_at or hold.deadline < self._wakes_at:
+        elif min(min(x.renew_at, x.deadline) for x in holds) < self._wakes_at:
             self.hurry()
 
     def hurry(self) -> None:

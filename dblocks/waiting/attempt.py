@@ -119,7 +119,7 @@ class Attempt(Claim):
             return answer
         self.reentered = answer.again
         (answer,), sent = self.in_time([answer], request.sent)
-        hold = Hold(self, answer, sent)
+        hold = Hold(self, answer, sent, self.backend.binding())
         if hold.permit is not None:
             _note_permit(self.backend, self.key, hold.permit)
         scheduler.watch(hold)

@@ -143,12 +143,12 @@ class _Together:
         if not isinstance(granted, list):
             return granted
         grants, sent = first.in_time(granted, request.sent)
+        binding = first.backend.binding()
         holds = [
-            Hold(attempt, each, sent)
+            Hold(attempt, each, sent, binding)
             for attempt, each in zip(self.attempts, grants, strict=True)
         ]
-        for hold in holds:
-            scheduler.watch(hold)
+        scheduler.watch(*holds)
         return holds
 
     async def _one_by_one(self) -> list[Hold] | Refused:
