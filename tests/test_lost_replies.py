@@ -227,6 +227,25 @@ def test_lost_grant_with_a_limit(key: str) -> None:
     assert lease.release() is True
 
 
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("seconds", [1.5, 2.5])
+def test_late_grant_with_a_limit(
+    key: str, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """It counts from the grant, not from when a server that was away was asked."""
+    take = table.take
+
+    def away(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        time.sleep(seconds)
+        return take(*arguments)
+
+    monkeypatch.setattr(table, "take", away)
+    lease = distributed_lock(key, max_hold=2).acquire(timeout=DEADLINE)
+    assert 1 < lease.remaining() < 2
+    assert lease.release() is True
+
+
 def test_grant_of_an_earlier_request(key: str) -> None:
     """A repeated request finds its own grant; a later one of that owner's doesn't."""
     engine = backends["default"]

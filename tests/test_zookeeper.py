@@ -42,6 +42,7 @@ from dblocks.permits import row_key, row_keys
 from dblocks.signals import lock_force_released
 from tests.faults.crew import Crew
 from tests.faults.exclusion import exclude
+from tests.support.commands import running_locks
 from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, Workers, resume, run_python, stop
 from tests.support.services import HOST, Server, ZooKeeper, free_port
@@ -905,6 +906,30 @@ def test_server_restarts_within_a_lease(
     finally:
         thread.close()
     assert not places(key, alias)
+
+
+def test_forced_release_while_the_server_is_away(
+    configure: Configure,
+    server: Server,
+    key: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for the server as long as the listing before it, as for a new leader."""
+    alias = configure("patient", LOCATION=server.url(), LEASE=30)
+    lease = distributed_lock(key, backend=alias).acquire()
+    comes_back = threading.Timer(2, server.start)
+
+    def answer() -> str:
+        server.kill()
+        comes_back.start()
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    status, out, _ = running_locks(capfd)("release", key, "--backend", alias)
+    comes_back.join()
+    assert (status, out.startswith(f"Released {key!r}")) == (0, True)
+    assert lease.release() is False
 
 
 def test_requests_while_no_server_answers(

@@ -19,6 +19,9 @@ from .rendering import FREE, AnyLock
 from .selection import Selection
 from .statuses import bad_usage, database_failure, failure, find_backend
 
+PATIENCE = 10.0
+"""Seconds for which a server that is away is waited for before a lock is forced."""
+
 
 class Source(ABC):
     """Where the locks are that the command shows, releases and prunes."""
@@ -148,7 +151,7 @@ class Engine(Source):
         token, so is another grant.
         """
         # Not entries(), which looks through all keys of a server for those of one.
-        seen = self._backend.read_all([lock.key]).get(lock.key)
+        seen = self._backend.read_all([lock.key], PATIENCE).get(lock.key)
         return seen is not None and seen.owner == lock.owner
 
     def count_stale(self, age: float) -> int:

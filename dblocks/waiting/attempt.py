@@ -130,17 +130,21 @@ class Attempt(Claim):
     ) -> tuple[Sequence[Granted], float]:
         """Renew grants that came when a lease from ``sent`` on is over.
 
-        An engine that was out of reach may have made them only just now.
+        An engine that was out of reach may have made them only just now. What
+        ``max_hold`` limits is renewed earlier: a limit from ``sent`` on is too short.
 
         Returns:
             The grants, and the local clock from which their leases count.
         """
         terms, now = self.terms, clock.monotonic()
-        if now < sent + terms.lease - terms.margin:
+        limited = terms.max_hold < FOREVER
+        if now < sent + (terms.interval if limited else terms.lease - terms.margin):
             return grants, sent
         renewals = [Renewal(each.grant, terms.lease) for each in grants]
         try:
             renewed = self.backend.renew(renewals)
+            keys = [each.grant.key for each in grants]
+            seen = self.backend.read_all(keys) if limited else {}
         except BaseException:
             if self.owner is not None:
                 for each in grants:
@@ -148,7 +152,11 @@ class Attempt(Claim):
             raise
         if not renewed.extended.issuperset(each.grant for each in grants):
             return grants, sent
-        return [each._replace(limit=each.limit - (now - sent)) for each in grants], now
+        limits = [seen.get(each.grant.key, Reading()).limit for each in grants]
+        return [
+            each._replace(limit=min(each.limit, limit))
+            for each, limit in zip(grants, limits, strict=True)
+        ], now
 
     def _seen_in_test(self, hold: Hold) -> Reading | None:
         """Return a reading that only the connection of a ``TestCase`` can make.
