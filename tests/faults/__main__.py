@@ -64,6 +64,8 @@ FAULTS = {
         f"{SERVERS}test_server_killed",
         f"{SERVERS}test_server_down_for_longer_than_the_lease",
         f"{SERVERS}test_waiter_when_the_server_restarts",
+        f"{SERVERS}test_waiter_when_the_server_stays_away",
+        f"{SERVERS}test_async_waiters_when_the_server_restarts",
         f"{SERVERS}test_renewals_at_a_server_that_refuses_them",
     ],
     "F14": [f"{CONTENTION}test_pruning_under_contention"],

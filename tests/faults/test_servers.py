@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from django.db import OperationalError, connection, connections
 
 from dblocks import distributed_lock
+from dblocks.backends.database import connections as database_connections
 from dblocks.models import DistributedLock, TokenFloor
 from tests.faults.clocks import faketime
 from tests.faults.crew import Crew
@@ -181,26 +183,88 @@ def test_waiter_when_the_server_restarts(
     kind: str,
     figures: Figures,
 ) -> None:
-    """F8: who was waiting goes on waiting once the server is there again."""
+    """F8: who was waiting goes on waiting whenever the server is there again."""
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     path = "dblocks.backends.database.DatabaseBackend"
     settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
     asked = Asked.of_kind(kind, key)
     crew.wait_until_ready()
-    row = {**asked.told, "until": time.monotonic() + 5, "lease": 30.0}
+    row = {**asked.told, "until": time.monotonic() + scaled(5), "lease": 30.0}
     for holder in crew.fork_all("hold", [row] * asked.permits):
         holder.expect("held")
     waiter = threads()
     answer = waiter.start(asked.lock(lease=60).acquire, timeout=2 * DEADLINE)
     rows = DistributedLock.objects.using("private")
     eventually(lambda: rows.waiters(sorted(asked.keys)[0]).number, what="the waiter")
-    private.kill()
-    time.sleep(0.3)
-    private.start()
+    for _ in range(2):
+        private.kill()
+        time.sleep(0.3)
+        private.start()
+        # Its own connection is dead for good, and the others are made anew.
+        always(lambda: not answer.done(), during=0.5, what="waiting")
     waiter.do(answer.result(timeout=2 * DEADLINE).release)
     connections["private"].close()
     figures["waited on"] = 1
+
+
+def test_waiter_when_the_server_stays_away(
+    private: services.Server,
+    crew: Crew,
+    threads: Callable[[], OtherThread],
+    settings: Any,
+    key: str,
+    figures: Figures,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F8: who would wait for ever learns of it in the end."""
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
+    monkeypatch.setattr(database_connections, "OUTAGE", 1.0)
+    crew.wait_until_ready()
+    row = {"key": key, "until": time.monotonic() + scaled(5), "lease": 30.0}
+    crew.fork_all("hold", [row])[0].expect("held")
+    answer = threads().start(distributed_lock(key).acquire, timeout=2 * DEADLINE)
+    rows = DistributedLock.objects.using("private")
+    eventually(lambda: rows.waiters(key).number, what="the waiter")
+    private.kill()
+    with pytest.raises(OperationalError):
+        answer.result(timeout=DEADLINE)
+    private.start()
+    connections["private"].close()
+    figures["given up"] = 1
+
+
+def test_async_waiters_when_the_server_restarts(
+    private: services.Server, crew: Crew, settings: Any, key: str, figures: Figures
+) -> None:
+    """F8: so do tasks, whose looks are made in threads that have asked nothing yet."""
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
+    keys = [f"{key}:{n}" for n in range(25)]
+    crew.wait_until_ready()
+    row = {"key": keys, "until": time.monotonic() + scaled(8), "lease": 30.0}
+    crew.fork_all("hold", [row])[0].expect("held")
+
+    async def wait_for(each: str) -> bool:
+        lease = await distributed_lock(each, lease=60).aacquire(timeout=2 * DEADLINE)
+        return await lease.arelease()
+
+    async def wait_for_all() -> list[bool]:
+        waiting = asyncio.gather(*map(wait_for, keys))
+        await asyncio.sleep(4)
+        await asyncio.to_thread(private.kill)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(private.start)
+        return await waiting
+
+    assert all(asyncio.run(wait_for_all()))
+    connections["private"].close()
+    figures["tasks waited on"] = len(keys)
 
 
 CLOCKS = ["a day ahead", "jumping", "a day behind"]

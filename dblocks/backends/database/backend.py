@@ -107,7 +107,14 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             return Reading()
         again = permit_rows.take_again if request.permits > 1 else None
         try:
-            answer = self._run(own, self._take, request, patience=patience, again=again)
+            answer = self._run(
+                own,
+                self._take,
+                request,
+                patience=patience,
+                again=again,
+                answered=request.gate is not None,
+            )
         except OperationalError as error:
             if not _is_busy(own, error):
                 raise
@@ -173,8 +180,15 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
-        own = connections[self.using]
-        return self._run(own, table.read_all, keys, writes=False, patience=patience)
+        return self._run(
+            connections[self.using],
+            table.read_all,
+            keys,
+            patience=patience,
+            writes=False,
+            # Only who waits for one of them says for how long.
+            answered=patience is not None,
+        )
 
     def look(self, keys: Sequence[str], patience: float | None = None) -> Reading:
         try:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 LEAST_REPEATS = 5
 """How often an operation that collides with another is repeated, however late it is."""
+
+OUTAGE = 60.0
+"""The most seconds for which one operation tries to reach a server that went away."""
 
 RECONNECTING = 10
 """How many times as long to pause while the server can't be reached again."""
@@ -174,6 +177,7 @@ def run(
     patience: float | None = None,
     writes: bool = True,
     again: Callable[..., Any] | None = None,
+    answered: bool = False,
 ) -> T:
     """Run a lock operation outside the caller's transactions.
 
@@ -187,8 +191,11 @@ def run(
         operation: Gets the connection and the arguments.
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
+        answered: The server has answered an earlier operation of this wait.
     """
-    started, waited, attempt, dropped = clock.monotonic(), 0.0, 0, False
+    started, waited, attempt = clock.monotonic(), 0.0, 0
+    # This thread may have met the dead connection in an earlier operation.
+    dropped = answered or own.alias in _thread.unusable
     while True:
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
@@ -196,17 +203,15 @@ def run(
         _thread.busy.append(connection)
         try:
             limit = dialects.of(connection).limit(connection, patience, waited)
-            if limit is None:
+            with limit or nullcontext():
                 result = operation(connection, *arguments)
-            else:
-                with limit:
-                    result = operation(connection, *arguments)
             served = True
             return result
         except (DatabaseError, InterfaceError) as error:
             dialect = dialects.known(connection)
-            give_up = started + _sits_out(connection, error, patience, attempt)
             reconnecting = dropped and connection.connection is None
+            sits_out = _sits_out(connection, error, patience, attempt)
+            give_up = started + min(sits_out, OUTAGE if reconnecting else sits_out)
             if not _may_repeat(own, connection, error, give_up, reconnecting):
                 raise
             lost = not reconnecting and dialect.is_lost(error)
@@ -246,8 +251,7 @@ def _may_repeat(
     """Tell whether to repeat an operation; note a dead connection, to avoid it.
 
     Args:
-        reconnecting: An earlier attempt has met a dead one, and the server may be
-            about to restart.
+        reconnecting: The server has been there, and may be about to restart.
     """
     dialect = dialects.known(connection)
     if clock.monotonic() >= give_up:
