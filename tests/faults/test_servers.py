@@ -182,8 +182,10 @@ def test_waiter_when_the_server_restarts(
     key: str,
     kind: str,
     figures: Figures,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """F8: who was waiting goes on waiting whenever the server is there again."""
+    monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     path = "dblocks.backends.database.DatabaseBackend"
@@ -238,9 +240,15 @@ def test_waiter_when_the_server_stays_away(
 
 
 def test_async_waiters_when_the_server_restarts(
-    private: services.Server, crew: Crew, settings: Any, key: str, figures: Figures
+    private: services.Server,
+    crew: Crew,
+    settings: Any,
+    key: str,
+    figures: Figures,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """F8: so do tasks, whose looks are made in threads that have asked nothing yet."""
+    monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
     names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
     crew.database = {name: connections.settings["private"][name] for name in names}
     path = "dblocks.backends.database.DatabaseBackend"

@@ -39,7 +39,7 @@ T = TypeVar("T")
 LEAST_REPEATS = 5
 """How often an operation that collides with another is repeated, however late it is."""
 
-OUTAGE = 60.0
+OUTAGE = 5.0
 """The most seconds for which one operation tries to reach a server that went away."""
 
 RECONNECTING = 10
