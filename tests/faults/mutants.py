@@ -179,7 +179,8 @@ MUTANTS = [
         TABLE,
         "            _renew_batch(connection, outcome, batch, lease, wait, overdue)",
         "            for grant in batch:\n"
-        '                _model("DistributedLock")._base_manager.using(\n'
+        "                rows = apps.get_model('dblocks', 'DistributedLock')\n"
+        "                rows._base_manager.using(\n"
         "                    connection.alias\n"
         "                ).update_or_create(\n"
         "                    pk=grant.key,\n"
@@ -593,7 +594,9 @@ MUTANTS = [
         "backends/database/transactions.py",
         "            first = first or error\n",
         "            raise\n",
-        ("tests/test_transaction_ends.py::test_interrupted_receiver[default]",),
+        (
+            "tests/test_transaction_ends.py::test_interrupted_statement[default-RolledBack]",
+        ),
         quick=SQLITE,
     ),
     Mutant(
