@@ -165,6 +165,9 @@ def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
 
     Args:
         backend: The alias of the backend.
+
+    Raises:
+        NotSupportedError: The engine can't list its locks. None of dblocks' own is so.
     """
     backends[backend].clear()
 

@@ -15,7 +15,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import CommandError, call_command
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, NotSupportedError, transaction
 from django.test import TestCase, TransactionTestCase
 
 from dblocks import (
@@ -353,12 +353,14 @@ class TestMoveClock:
         assert lease.held
 
     def test_other_clocks(self, settings: Any) -> None:
-        """The clock of an engine that is neither is refused."""
+        """The clock of an engine that is neither is refused, and so is clearing."""
         settings.DBLOCKS = {
             "other": {"BACKEND": "tests.test_testing_support.OtherBackend"}
         }
         with pytest.raises(NotImplementedError, match="'other'"):
             move_clock(1, backend="other")
+        with pytest.raises(NotSupportedError, match="'other'"):
+            clear_locks("other")
 
 
 class OtherBackend(BaseBackend):

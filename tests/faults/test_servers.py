@@ -40,6 +40,21 @@ pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend
 Figures = dict[str, Any]
 
 
+@pytest.fixture
+def crew_there(private: services.Server, crew: Crew) -> None:
+    """Send the crew to the private server."""
+    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
+    crew.database = {name: connections.settings["private"][name] for name in names}
+
+
+@pytest.fixture
+def locks_there(private: services.Server, settings: Any) -> None:
+    """Keep this process's locks on the private server."""
+    path = "dblocks.backends.database.DatabaseBackend"
+    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
+
+
+@pytest.mark.usefixtures("crew_there")
 def test_server_killed(
     private: services.Server, crew: Crew, key: str, figures: Figures
 ) -> None:
@@ -48,8 +63,6 @@ def test_server_killed(
     Of one key, of two at once and of a permit.
     """
     wanted, lease = counts(1, 30), 12.0
-    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
-    crew.database = {name: connections.settings["private"][name] for name in names}
     until = time.monotonic() + counts(120.0, 1200.0)
     held = [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
     holders = crew.fork_all(
@@ -116,13 +129,12 @@ def test_server_killed(
         assert all(0 < seconds <= lease for seconds in left)
 
 
+@pytest.mark.usefixtures("crew_there")
 def test_server_down_for_longer_than_the_lease(
     private: services.Server, crew: Crew, key: str, figures: Figures
 ) -> None:
     """F8: holders know by their deadline that they have nothing any more."""
     lease, down = pick(scaled(2.0), 1.5), pick(scaled(3.0), 2.5)
-    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
-    crew.database = {name: connections.settings["private"][name] for name in names}
     row = {"until": time.monotonic() + 4 * DEADLINE, "lease": lease}
     asked = [Asked.of_kind(kind, f"{key}:{kind}") for kind in KINDS]
     # Both permits are held, so that who waits needs one of these.
@@ -149,12 +161,11 @@ def test_server_down_for_longer_than_the_lease(
     figures["down for longer"] = 1
 
 
+@pytest.mark.usefixtures("locks_there")
 def test_renewals_at_a_server_that_refuses_them(
-    private: services.Server, settings: Any, key: str, figures: Figures, caplog: Any
+    key: str, figures: Figures, caplog: Any
 ) -> None:
     """F8: they are tried on another connection: another server is the primary now."""
-    path = "dblocks.backends.database.DatabaseBackend"
-    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
     writable = connections["private"]
     writable.ensure_connection()
     read_only = "SET GLOBAL tx_read_only"
@@ -173,12 +184,12 @@ def test_renewals_at_a_server_that_refuses_them(
     figures["refused"] = 1
 
 
+@pytest.mark.usefixtures("crew_there", "locks_there")
 @pytest.mark.parametrize("kind", KINDS)
 def test_waiter_when_the_server_restarts(
     private: services.Server,
     crew: Crew,
     threads: Callable[[], OtherThread],
-    settings: Any,
     key: str,
     kind: str,
     figures: Figures,
@@ -186,10 +197,6 @@ def test_waiter_when_the_server_restarts(
 ) -> None:
     """F8: who was waiting goes on waiting whenever the server is there again."""
     monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
-    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
-    crew.database = {name: connections.settings["private"][name] for name in names}
-    path = "dblocks.backends.database.DatabaseBackend"
-    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
     asked = Asked.of_kind(kind, key)
     crew.wait_until_ready()
     row = {**asked.told, "until": time.monotonic() + scaled(5), "lease": 30.0}
@@ -210,20 +217,16 @@ def test_waiter_when_the_server_restarts(
     figures["waited on"] = 1
 
 
+@pytest.mark.usefixtures("crew_there", "locks_there")
 def test_waiter_when_the_server_stays_away(
     private: services.Server,
     crew: Crew,
     threads: Callable[[], OtherThread],
-    settings: Any,
     key: str,
     figures: Figures,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """F8: who would wait for ever learns of it in the end."""
-    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
-    crew.database = {name: connections.settings["private"][name] for name in names}
-    path = "dblocks.backends.database.DatabaseBackend"
-    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
     monkeypatch.setattr(database_connections, "OUTAGE", 1.0)
     crew.wait_until_ready()
     row = {"key": key, "until": time.monotonic() + scaled(5), "lease": 30.0}
@@ -239,20 +242,16 @@ def test_waiter_when_the_server_stays_away(
     figures["given up"] = 1
 
 
+@pytest.mark.usefixtures("crew_there", "locks_there")
 def test_async_waiters_when_the_server_restarts(
     private: services.Server,
     crew: Crew,
-    settings: Any,
     key: str,
     figures: Figures,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """F8: so do tasks, whose looks are made in threads that have asked nothing yet."""
     monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
-    names = ["HOST", "PORT", "NAME", "USER", "PASSWORD"]
-    crew.database = {name: connections.settings["private"][name] for name in names}
-    path = "dblocks.backends.database.DatabaseBackend"
-    settings.DBLOCKS = {"default": {"BACKEND": path, "OPTIONS": {"using": "private"}}}
     keys = [f"{key}:{n}" for n in range(25)]
     crew.wait_until_ready()
     row = {"key": keys, "until": time.monotonic() + scaled(8), "lease": 30.0}

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -191,10 +191,11 @@ def run(
         operation: Gets the connection and the arguments.
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
-        answered: The server has answered an earlier operation of this wait.
+        answered: The server has answered an earlier operation of this wait, so that it
+            is waited for if it went away; as it is if this thread has met a connection
+            that was dropped.
     """
     started, waited, attempt = clock.monotonic(), 0.0, 0
-    # This thread may have met the dead connection in an earlier operation.
     dropped = answered or own.alias in _thread.unusable
     while True:
         connection = _connection(own, writes=writes)
@@ -203,16 +204,18 @@ def run(
         _thread.busy.append(connection)
         try:
             limit = dialects.of(connection).limit(connection, patience, waited)
-            with limit or nullcontext():
+            if limit is None:
                 result = operation(connection, *arguments)
+            else:
+                with limit:
+                    result = operation(connection, *arguments)
             served = True
             return result
         except (DatabaseError, InterfaceError) as error:
             dialect = dialects.known(connection)
             reconnecting = dropped and connection.connection is None
-            sits_out = _sits_out(connection, error, patience, attempt)
-            give_up = started + min(sits_out, OUTAGE if reconnecting else sits_out)
-            if not _may_repeat(own, connection, error, give_up, reconnecting):
+            seconds = _sits_out(connection, error, patience, attempt, reconnecting)
+            if not _may_repeat(own, connection, error, started + seconds, reconnecting):
                 raise
             lost = not reconnecting and dialect.is_lost(error)
             dropped = dropped or lost
@@ -231,14 +234,18 @@ def run(
 
 
 def _sits_out(
-    connection: Connection, error: Exception, patience: float | None, attempt: int
+    connection: Connection,
+    error: Exception,
+    patience: float | None,
+    attempt: int,
+    reconnecting: bool,
 ) -> float:
     """Return for how many seconds errors of a kind are sat out."""
     dialect = dialects.known(connection)
     seconds = dialect.sits_out(connection) if patience is None else patience
     if attempt < LEAST_REPEATS and seconds and dialect.is_collision(error):
         return float("inf")
-    return seconds
+    return min(seconds, OUTAGE) if reconnecting else seconds
 
 
 def _may_repeat(

@@ -10,8 +10,9 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from django.db import DatabaseError, connections, transaction
@@ -272,7 +273,7 @@ def _outermost_left(thread: _Thread) -> None:
         if thread.due is due:
             _do_if_over(thread)
         else:
-            _run_all([function for stage in due for function in stage])
+            _run_all(chain(*due))
         raise
 
 
@@ -282,10 +283,10 @@ def _do_if_over(thread: _Thread) -> None:
         if not any(thread.due) or transaction_is_open():
             return
     due, thread.due = thread.due, ([], [], [])
-    _run_all([function for stage in due for function in stage])
+    _run_all(chain(*due))
 
 
-def _run_all(functions: list[Callable[[], object]]) -> None:
+def _run_all(functions: Iterable[Callable[[], object]]) -> None:
     """Call each, even if one of them raises, and then raise the first error."""
     first: BaseException | None = None
     for function in functions:
