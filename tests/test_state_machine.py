@@ -488,7 +488,8 @@ def forgotten(backend: str) -> None:
     for server in getattr(backends[backend], "_servers", ()):
         names = server.client.send("KEYS", f"{server._prefix}*")
         for name in names:
-            server.client.send("DEL", name)
+            server.client.send("DEL", name.decode())
+        assert not list(server.entries())
 
 
 @pytest.mark.needs("has_own_leases", "has_cooling", "has_movable_clock")
