@@ -1,9 +1,10 @@
-"""Run pytest on every database configuration, on private servers.
+"""Run pytest on the databases and engines, each with the settings that matter.
 
-``python -m tests [--database NAME ...] [--coverage] [pytest arguments]``. The tests of
-a configuration are divided into runs of their own databases, unless arguments say what
-to run. Several runs go on at a time; the output of each is shown when it ends, in full
-if it failed. A database that can't be started is an error.
+``python -m tests [--database NAME ...] [--thorough] [--coverage] [pytest arguments]``.
+Servers are private. The tests of a configuration are divided into runs of their own
+databases, unless arguments say what to run. Several runs go on at a time; the output of
+each is shown when it ends, in full if it failed. A database that can't be started is an
+error.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from xml.etree import ElementTree
 from tests.configurations import (
     CONFIGURATIONS,
     SECONDS_OF_FAULTS,
+    SECONDS_OF_MUTANTS,
     SECONDS_OF_TOPOLOGIES,
     SHARE,
     TOPOLOGIES,
@@ -37,6 +39,7 @@ from tests.support import services
 from tests.support.services import MEMORY
 
 ROOT = Path(__file__).resolve().parent.parent
+MUTANTS = "tests/faults/test_mutants.py"
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
@@ -264,10 +267,16 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         help="leave out the tests that take long on this one; may be repeated",
     )
     parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="run what takes twice as long, too: other isolation levels and settings, "
+        "topologies of servers, mutants",
+    )
+    parser.add_argument(
         "--coverage",
         action="store_true",
-        help="measure and report; of all configurations, fail below the floor that "
-        "setup.cfg sets",
+        help="measure and report; unless databases are named, be thorough, and fail "
+        "below the floor that setup.cfg sets",
     )
     parser.add_argument(
         "--jobs",
@@ -284,7 +293,10 @@ def divided(
 ) -> Iterator[tuple[int, list[str]]]:
     """What pytest is told for each run of a configuration, and how long it takes."""
     if configuration.faults:
-        yield SECONDS_OF_FAULTS, ["tests/faults", *arguments]
+        folder = ["tests/faults", f"--ignore={MUTANTS}"]
+        yield SECONDS_OF_FAULTS, [*folder, *arguments]
+    elif configuration.mutants:
+        yield SECONDS_OF_MUTANTS, [MUTANTS, *arguments]
     elif arguments:
         yield 0, arguments
     elif configuration.topologies:
@@ -293,10 +305,8 @@ def divided(
     else:
         brief = configuration.name in options.brief
         short = configuration.name in options.short
-        # Where there are few runs, and of those that come last, shorter ones keep the
-        # processors busy.
-        few = brief or short or configuration.engine is not None
-        length = SHARE / 2 if few else SHARE
+        # Where there are few runs, shorter ones keep the processors busy.
+        length = SHARE / 2 if brief or short else SHARE
         for share in shares(configuration.modules(brief=brief, short=short), length):
             yield seconds(share), [f"tests/test_{name}.py" for name in share]
 
@@ -304,11 +314,14 @@ def divided(
 def main() -> int:
     options, arguments = parse()
     selected = [CONFIGURATIONS[name] for name in options.databases or CONFIGURATIONS]
-    if not options.databases and (arguments or options.coverage):
-        # Arguments select from the tests, and broken copies count for no coverage.
-        selected = [each for each in selected if not each.faults]
-    if not options.databases and arguments:
-        selected = [each for each in selected if not each.topologies]
+    if not options.databases:
+        if not (options.thorough or options.coverage):
+            selected = [each for each in selected if not each.thorough]
+        if arguments or options.coverage:
+            # Arguments select from the tests, and broken copies count for no coverage.
+            selected = [each for each in selected if not (each.faults or each.mutants)]
+        if arguments:
+            selected = [each for each in selected if not each.topologies]
     mysql = [each for each in selected if each.server == "mysql"]
     if mysql and not services.MySQL.is_there():
         selected = [each for each in selected if each not in mysql]
