@@ -43,7 +43,7 @@ MUTANTS = "tests/faults/test_mutants.py"
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 2, 8
+FEWEST_JOBS, MOST_JOBS = 2, 10
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.
@@ -305,8 +305,10 @@ def divided(
     else:
         brief = configuration.name in options.brief
         short = configuration.name in options.short
-        # Where there are few runs, shorter ones keep the processors busy.
-        length = SHARE / 2 if brief or short else SHARE
+        # Where there are few runs, and of those that come last, shorter ones keep the
+        # processors busy.
+        few = brief or short or configuration.engine is not None
+        length = SHARE / 2 if few else SHARE
         for share in shares(configuration.modules(brief=brief, short=short), length):
             yield seconds(share), [f"tests/test_{name}.py" for name in share]
 
