@@ -7,10 +7,12 @@ import getpass
 import html
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from html.parser import HTMLParser
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import django
 import pytest
@@ -591,7 +593,7 @@ def test_confirmation(operator: Client, door: str) -> None:
     assert "at its next renewal or guard, two may be at work." in page
     assert "Reason (required)" in page
     assert Elements(response).fields("lock") == [field("k", 41)]
-    assert f'action="{RELEASE}"' in page
+    assert f'action="{RELEASE}?key=k"' in page
     assert page.count("<h1>") == 1
 
 
@@ -628,9 +630,34 @@ def test_consequences(operator: Client, states: str, said: set[str]) -> None:
     assert ("two may be at work" in page) == ("held" in states)
 
 
-@pytest.mark.parametrize("data", [{}, {"key": "k"}, {"key": "gone"}, {"key": "a\0"}])
+@pytest.mark.parametrize("keys", [["k\nk"], ["a", "b"]], ids=["one", "several"])
+def test_session_that_is_over(operator: Client, keys: list[str]) -> None:
+    """Whoever has to log in first isn't told that nobody holds what was selected."""
+    for key in keys:
+        LockFactory(key=key, held=True)
+    page = Elements(operator.get(RELEASE, {"key": keys}))
+    [url] = [
+        str(attributes["action"])
+        for tag, attributes in page.found
+        if tag == "form" and str(attributes.get("action")).startswith(RELEASE)
+    ]
+    user = operator.session["_auth_user_id"]
+    operator.logout()
+    response = operator.post(url, {"lock": page.fields("lock"), "reason": "stuck"})
+    assert stored(keys[0]).owner
+    [after] = parse_qs(urlsplit(response["Location"]).query)["next"]
+    operator.force_login(User.objects.get(pk=user))
+    response = operator.get(after, follow=True)
+    assert not told(response)
+    if len(keys) == 1:
+        assert Elements(response).fields("lock") == page.fields("lock")
+    else:
+        assert response.redirect_chain == [(LIST, 302)]
+
+
+@pytest.mark.parametrize("data", [{"key": "k"}, {"key": "gone"}])
 def test_nothing_to_confirm(operator: Client, data: dict[str, str]) -> None:
-    """Free, unknown and unnamed locks can't be released."""
+    """Free and unknown locks can't be released."""
     LockFactory(key="k")
     response = operator.get(RELEASE, data, follow=True)
     assert response.redirect_chain == [(LIST, 302)]
@@ -848,7 +875,7 @@ def test_changed_at_the_last_moment(
     """The condition is in the statement that releases, not only in a look before."""
     LockFactory(key="k", held=True)
 
-    def take_over(locks: Any, key: str) -> bool:
+    def take_over(locks: Any, key: str, patience: float) -> bool:
         DistributedLock.objects.force_release(key)
         DistributedLock.objects.acquire(key, owner="new", lease=60)
         return False
@@ -1084,6 +1111,25 @@ def test_row_locked_by_a_transaction(
     assert "an open transaction has locked" in told(response)[0]
     assert not LogEntry.objects.exists()
     assert lease.release()
+
+
+@pytest.mark.usefixtures("people", "two_writers")
+def test_rows_locked_by_a_transaction(
+    other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has hundreds of rows locked is waited for once."""
+    monkeypatch.setattr(force_release, "PATIENCE", 0.4)
+    client = browser_of("operator")
+    for number in range(10):
+        LockFactory(key=f"k{number}", held=True)
+    fields = [field(f"k{number}") for number in range(10)]
+    with transaction.atomic():
+        list(DistributedLock.objects.select_for_update())
+        start = time.monotonic()
+        response = other.do(release, client, *fields, follow=True)
+        waited = time.monotonic() - start
+    assert "Left 10 locks alone, whose rows open transactions" in told(response)[0]
+    assert waited < 5 * 0.4
 
 
 @pytest.fixture

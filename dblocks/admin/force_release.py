@@ -44,7 +44,7 @@ MAX_AT_ONCE = 500
 PERMISSION = "dblocks.force_release_distributedlock"
 
 PATIENCE = 1.0
-"""Seconds for which a row that a transaction has locked is tried again."""
+"""Seconds for which the first row that a transaction has locked is tried again."""
 
 
 class ReleaseForm(forms.Form):
@@ -134,7 +134,7 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
     return visible(text)
 
 
-def is_busy(locks: LockQuerySet, key: str) -> bool:
+def is_busy(locks: LockQuerySet, key: str, patience: float = PATIENCE) -> bool:
     """Tell whether a transaction has the row locked, and not just for a moment.
 
     It may be committing work done under this lock. The release, and the request with
@@ -143,7 +143,7 @@ def is_busy(locks: LockQuerySet, key: str) -> bool:
     rows = locks.filter(pk=key).select_for_update(skip_locked=True)
     if not connections[rows.db].features.has_select_for_update_skip_locked:
         return False
-    give_up = clock.monotonic() + PATIENCE
+    give_up = clock.monotonic() + patience
     while True:
         with transaction.atomic(using=rows.db):
             if rows.first() is not None:
@@ -254,6 +254,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if request.method == "POST":
             return self._confirmed(request)
         keys = [key for key in request.GET.getlist("key") if "\0" not in key]
+        if not keys:
+            # Logged in again, instead of a POST: nothing is known of the locks.
+            return self._to_list(request)
         rows = self.get_queryset(request).filter(pk__in=keys)
         return self._to_page(request, rows, keys) or self._to_list(request)
 
@@ -273,9 +276,12 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         states = [State(lock.state) for lock in shown]
         list_name = capfirst(self.opts.verbose_name_plural)
         crumbs = [(self._url(request, "changelist"), list_name)]
+        named = {}
         if len(shown) == 1:
             url = self._url(request, "change", quote(shown[0].key))
             crumbs.append((url, Truncator(str(shown[0])).chars(60)))
+            # Who has to log in first comes back to this page.
+            named["key"] = shown[0].key
         context = {
             **self.admin_site.each_context(request),
             "title": _("Force release"),
@@ -288,7 +294,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "held": sum(state is State.HELD for state in states),
             "expired": sum(state is State.EXPIRED for state in states),
             "form": form,
-            "form_url": self._url(request, "force_release"),
+            "form_url": self._url(request, "force_release", **named),
             "back_url": crumbs[-1][0],
         }
         request.current_app = self.admin_site.name
@@ -341,7 +347,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 reason = form.cleaned_data["reason"]
                 # Each one would wait for the other writer again.
                 if outcome != "locked":
-                    outcome = self._act(request, lock, kind, reason)
+                    # Nor may one long transaction after the other be waited for.
+                    patience = 0.0 if keys["busy"] else PATIENCE
+                    outcome = self._act(request, lock, kind, reason, patience)
                 keys[outcome].append(lock.key)
             response = self._to_list(request)
         self._tell(request, keys)
@@ -358,7 +366,12 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 self.message_user(request, SafeString(sentence), level)
 
     def _act(
-        self, request: HttpRequest, lock: DistributedLock, kind: str, reason: str
+        self,
+        request: HttpRequest,
+        lock: DistributedLock,
+        kind: str,
+        reason: str,
+        patience: float,
     ) -> str:
         """Release this grant or ask its holder to; record it, return the outcome."""
         is_request = kind == Intervention.Kind.REQUEST
@@ -369,7 +382,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return "unheld"
         which = {"permit": lock.permit, "version": lock.version}
         try:
-            if is_busy(self.locks, lock.key):
+            if is_busy(self.locks, lock.key, patience):
                 return "busy"
             if not act(lock.lock_key, **which, by=request.user, reason=reason):
                 return "changed"
