@@ -309,6 +309,35 @@ def test_replica(settings: Any, key: str) -> None:
         assert not distributed_lock(free).locked()
 
 
+def test_name_that_moves_to_another_primary(
+    settings: Any, key: str, threads: Threads
+) -> None:
+    """While the old one goes on as a replica and closes nothing: all follow."""
+    at_once = ["--repl-diskless-sync-delay", "0"]
+    with Redis(arguments=at_once) as old, ExitStack() as stack:
+        after = [*at_once, "--replicaof", f"{HOST} {old.port}"]
+        new = stack.enter_context(Redis(arguments=after))
+        proxy = stack.enter_context(Proxy(old.port))
+        use(settings, f"redis://{HOST}:{proxy.port}/0", "second")
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        waits = distributed_lock(key, backend="second", timeout=DEADLINE)
+        waiter = threads().start(waits.acquire)
+        inside: Any = redis.Redis.from_url(old.url())
+        eventually(lambda: blocked(inside), what="the waiter at its bell")
+        assert inside.wait(1, 5000) == 1
+        redis.Redis.from_url(new.url()).replicaof("NO", "ONE")
+        inside.replicaof(HOST, new.port)
+        free = distributed_lock(f"{key}:free", timeout=DEADLINE)
+        begins = threads().start(free.acquire)
+        # Longer than an operation is patient by itself.
+        time.sleep(1.5)
+        proxy.target = new.port
+        lease.renew()
+        assert begins.result(timeout=DEADLINE).release() is True
+        assert lease.release() is True
+        assert waiter.result(timeout=DEADLINE).release() is True
+
+
 def test_down_when_a_waiter_queues(
     settings: Any, key: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +362,39 @@ def test_down_when_a_waiter_queues(
         eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
         assert lease.release() is True
         answer.result(timeout=DEADLINE).release()
+
+
+@pytest.mark.parametrize("fault", ["unblocked", "no replicas", "busy"])
+def test_answers_that_pass(here: Any, key: str, threads: Threads, fault: str) -> None:
+    """They fail nobody who has time: a waiter, one that begins to wait, a release."""
+    lease = distributed_lock(key, lease=60).acquire(timeout=0)
+    waits = distributed_lock(key, backend="second", timeout=DEADLINE)
+    waiter = threads().start(waits.acquire)
+    eventually(lambda: blocked(here), what="the waiter at its bell")
+    back = threading.Timer(0.5, here.config_set, ("min-replicas-to-write", 0))
+    if fault == "unblocked":
+        # As all are when their server becomes a replica.
+        for client in blocked(here):
+            here.client_unblock(client, error=True)
+    elif fault == "no replicas":
+        here.config_set("min-replicas-to-write", 1)
+        back.start()
+    else:
+        here.config_set("lua-time-limit", 10)
+        busy = "local till = os.clock() + 0.5 while os.clock() < till do end"
+        threads().start(here.eval, busy, 0)
+        time.sleep(0.1)
+    free = threads().start(distributed_lock(f"{key}:free", timeout=DEADLINE).acquire)
+    assert lease.release() is True
+    for answer in (waiter, free):
+        assert answer.result(timeout=DEADLINE).release() is True
+    if back.ident:
+        back.join()
+
+
+def blocked(inside: Any) -> list[int]:
+    """Return the ids of the clients that wait at a bell."""
+    return [int(x["id"]) for x in inside.client_list() if "b" in x["flags"]]
 
 
 def test_faults_are_sat_out_while_the_caller_waits(settings: Any, key: str) -> None:

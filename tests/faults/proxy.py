@@ -28,7 +28,8 @@ class Proxy:
     """Forwards connections to a port of this machine; ends with the block."""
 
     def __init__(self, port: int, *, seed: int = 0) -> None:
-        self._target = port
+        #: Where new connections lead.
+        self.target = port
         self._chance = random.Random(seed)
         self._listener = socket.create_server((HOST, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -119,7 +120,7 @@ class Proxy:
             if self._closed or link.broken:
                 return False
             time.sleep(0.01)
-        link.server = socket.create_connection((HOST, self._target), timeout=5)
+        link.server = socket.create_connection((HOST, self.target), timeout=5)
         for end in link.sockets:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return True

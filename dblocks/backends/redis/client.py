@@ -52,6 +52,13 @@ UNREACHABLE = (ConnectionError, TimeoutError)
 
 _TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError, ClusterDownError)
 
+_PASSING = ("BUSY ", "NOREPLICAS ", "UNBLOCKED ")
+"""How answers begin that pass, and for which redis-py has no classes.
+
+A script of somebody else runs, replicas are away, or a waiter is sent away because its
+server is no longer a primary.
+"""
+
 Argument = str | int | float
 
 Part = tuple[Sequence[str], Sequence[Argument]]
@@ -134,8 +141,15 @@ class Client:
             if answers_within is not None and not connection.can_read(answers_within):
                 raise TimeoutError("no answer")
             answer = connection.read_response()
-        except ResponseError:
+        except ReadOnlyError:
+            # It is no longer the primary; its name may lead to the one that is.
+            connection.disconnect()
+            self.close()
+            raise
+        except ResponseError as error:
             self._give_back(connection)
+            if str(error).startswith(_PASSING):
+                raise TryAgainError(str(error)) from error
             raise
         except BaseException as error:
             # An answer that comes later must not be taken for another command's.

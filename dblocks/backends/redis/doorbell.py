@@ -73,8 +73,9 @@ class Doorbell(Gate):
     def _queue(self, seconds: float) -> bool:
         if self._left:
             return False
+        until = clock.monotonic() + seconds
         is_free, turn = self._server.queue(self._request, self._ticket, seconds + SLACK)
-        return is_free or self._listen(min(seconds, turn))
+        return is_free or self._listen(min(until - clock.monotonic(), turn))
 
     def _leave_if_left(self) -> None:
         # Another thread may have left in the meantime.

@@ -212,6 +212,7 @@ class Server:
             scripts.QUEUE,
             [*self._queue(request.key), *map(self.row, keys)],
             [ticket, _micro(seconds)],
+            patience=seconds,
         )
         return bool(is_free), turn / MICRO
 
