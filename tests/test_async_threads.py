@@ -14,7 +14,8 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db.backends.utils import CursorWrapper
 
-from dblocks import Lease, Lock, signals
+from dblocks import Lease, Lock, distributed_lock, signals
+from dblocks.backends.database import dialects
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
@@ -208,6 +209,25 @@ def test_keys_dont_wait_for_each_other(
             await lease.arelease()
 
     run(main())
+
+
+def test_set_before_the_server_is_known(
+    backend: str,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: Callable[[], OtherThread],
+) -> None:
+    """A process may begin with a try of several keys, in an event loop."""
+    monkeypatch.setattr(dialects, "_servers", {})
+
+    async def main() -> None:
+        pair = distributed_lock(f"{key}:1", f"{key}:2", backend=backend)
+        leases = await pair.atry_acquire()
+        assert leases is not None
+        assert await leases.arelease()
+
+    # This thread's connection knows its server already.
+    threads().do(run, main())
 
 
 @pytest.mark.parametrize("permits", [1, 2])

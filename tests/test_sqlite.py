@@ -833,6 +833,38 @@ def test_guard_beside_a_writer_that_waits_for_readers(
     assert lock().acquire(timeout=0).release() is True
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_inner_block_beside_another_writer(
+    acquire: Leases,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: bool,
+) -> None:
+    """What follows an inner block that can't verify is not committed after a loss."""
+    if connection.settings_dict["OPTIONS"].get("transaction_mode"):
+        pytest.skip("a transaction that begins as a writer keeps the others out")
+    monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 0.1)
+    connection.close()
+    lease = acquire(atomic=True, lease=600, renew=False)
+    name, forced = connection.settings_dict["NAME"], list[bool]()
+    with (
+        closing(sqlite3.connect(name, isolation_level=None)) as raw,
+        suppress(OperationalError),
+        transaction.atomic(),
+    ):
+        with lease:
+            if reads:
+                Account.objects.count()
+            raw.execute("BEGIN IMMEDIATE")
+        raw.execute("ROLLBACK")
+        with suppress(OperationalError):
+            forced.append(other.do(DistributedLock.objects.force_release, key))
+        AccountFactory(name="mine")
+    connection.close()
+    assert Account.objects.filter(name="mine").exists() is not any(forced)
+
+
 def test_overdue_beside_a_writer_that_waits_for_readers(
     lock: Locks, key: str, other: OtherThread, start_writer: Callable[[], None]
 ) -> None:

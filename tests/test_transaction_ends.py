@@ -438,6 +438,19 @@ class TestPinApart:
             assert_pinned(key, obtainable)
         assert Account.objects.filter(name="mine").exists()
 
+    def test_autocommit_switched_off(self, apart: Callable[..., Lock]) -> None:
+        """Nobody sees when such a transaction commits: the block is rolled back."""
+        lease = apart(atomic=True).acquire(timeout=0)
+        connection.set_autocommit(False)
+        try:
+            with pytest.raises(TransactionManagementError, match="Autocommit"), lease:
+                AccountFactory(name="mine")
+            connection.commit()
+        finally:
+            connection.rollback()
+            connection.set_autocommit(True)
+        assert not Account.objects.filter(name="mine").exists()
+
     def test_pin_that_fails_at_first(
         self,
         apart: Callable[..., Lock],

@@ -262,7 +262,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     @property
     def is_local(self) -> bool:  # type: ignore[override]
-        return not dialects.of(connections[self.using]).has_row_locks
+        # Also asked in an event loop, which may not ask a server for its dialect.
+        return not dialects.known(connections[self.using]).has_row_locks
 
     def renewal_session(self) -> AbstractContextManager[object]:
         return short_waits(self.using)

@@ -56,6 +56,8 @@ class DatabaseGuards(BaseBackend):
         if transactions.in_test_case(connection) or self._ends_last(aliases):
             self._verify(connection, grants, alone=set(aliases) == {self.using})
         else:
+            # With autocommit off, nobody sees until when to pin.
+            transactions.transaction_is_open()
             if dialects.of(connection).certifies:
                 # The pinning transaction is rolled back, so other nodes never see it.
                 self._touch(grants)
@@ -123,8 +125,10 @@ class DatabaseGuards(BaseBackend):
             raise _lease_lost(lost, reason or own or "taken")
         if dialect.has_row_locks or not alone:
             raise error
-        # Somebody else writes, or has written: this transaction, which began with a
-        # read, has written nothing and can't.
+        # Somebody else writes, or has written: this transaction has written nothing.
+        # If it goes on after this block, it must have begun with a read.
+        if not transactions.is_outermost(connection) and not _sees(connection, grants):
+            raise error
 
     def _blame(self, grants: Sequence[Grant], error: DatabaseError) -> None:
         """Raise ``LeaseLost`` if a transaction lost a conflict over these grants.
@@ -206,6 +210,17 @@ def _first_lost_within(
                 if not it.is_of(grant) and not _predates(it, grant):
                     return grant, it.reason_for(grant)
     return grants[0], None
+
+
+def _sees(connection: Connection, grants: Sequence[Grant]) -> bool:
+    """Tell whether a transaction on SQLite has read that grants are current.
+
+    From then on it can write only as long as that is so.
+    """
+    with suppress(DatabaseError), BusyTimeout(connection, 0.0):
+        seen = table.read_all(connection, [grant.key for grant in grants])
+        return all(seen.get(g.key, Reading()).is_of(g) for g in grants)
+    return False
 
 
 def _predates(seen: Reading, grant: Grant) -> bool:
