@@ -292,6 +292,18 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
                 time.sleep(rest * (clock.monotonic() - started))
         return deleted
 
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Delete rows, held ones too; the next tokens of their keys are higher still.
+
+        Use :meth:`prune` to clean up: a holder whose row is deleted loses the lock.
+        """
+        self._for_write = True
+        return table.remove(self, super().delete)
+
+    # As Django's own, it is no method of the manager.
+    delete.queryset_only = True  # type: ignore[attr-defined]
+    delete.alters_data = True  # type: ignore[attr-defined]
+
     def waiters(self, key: str) -> Waiters:
         """Return who waits for a key, as far as the database knows.
 

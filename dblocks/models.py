@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from django.db import models
+from django.db import models, router
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
+from .backends.database import table
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
 from .managers import LockManager, LockQuerySet, State
 from .permits import apart
@@ -75,6 +77,14 @@ class DistributedLock(models.Model):
         if permit is None:
             return key
         return gettext("%(key)s, permit %(permit)d") % {"key": key, "permit": permit}
+
+    def delete(
+        self, using: Any | None = None, keep_parents: bool = False
+    ) -> tuple[int, dict[str, int]]:
+        """As :meth:`LockQuerySet.delete`."""
+        using = using or router.db_for_write(type(self), instance=self)
+        row = type(self).objects.using(using).filter(pk=self.pk)
+        return table.remove(row, partial(super().delete, using, keep_parents))
 
     @property
     def lock_key(self) -> str:

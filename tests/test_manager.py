@@ -431,6 +431,16 @@ def test_tokens_rise_over_prune_and_re_creation() -> None:
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.parametrize("by", ["queryset", "instance"])
+def test_token_rises_over_a_deletion(by: str) -> None:
+    """Rows that are deleted by hand leave the floor as pruning does."""
+    LockFactory(key="k", version=41, free=True)
+    doomed = locks.filter(pk="k") if by == "queryset" else locks.get(pk="k")
+    doomed.delete()
+    assert not QuerySet(DistributedLock).exists()
+    assert owned().version > 41
+
+
 def test_small_token_is_pruned_after_a_large_one() -> None:
     """The floor that pruning leaves behind never comes down again."""
     LockFactory(key="k", version=10**6, free=True)

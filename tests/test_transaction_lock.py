@@ -373,6 +373,30 @@ def test_data_behind_the_snapshot(
             in_block(key, **options)
 
 
+@pytest.mark.parametrize("keys", [1, 3])
+def test_data_behind_the_snapshot_of_one_transaction(
+    key: str, keys: int, other: OtherThread
+) -> None:
+    """A holder whose own transaction has no snapshot counts for those that have one."""
+    if connection.vendor != "postgresql":
+        pytest.skip("elsewhere a row is locked as it is")
+    names = [f"{key}:{number}" for number in range(keys)]
+    for name in names:
+        distributed_lock(name).acquire(timeout=0).release()
+
+    def write() -> None:
+        with transaction_lock(*names):
+            AccountFactory(name="theirs")
+
+    with pytest.raises(OperationalError, match="serialize"), transaction.atomic():  # noqa: PT012
+        connection.cursor().execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert not Account.objects.exists()
+        other.do(write)
+        with transaction_lock(*names, timeout=0):
+            AccountFactory(name="mine")
+    assert Account.objects.get().name == "theirs"
+
+
 @pytest.mark.usefixtures("two_writers")
 def test_what_the_last_holder_has_written(
     key: str, other: OtherThread, threads: Threads

@@ -253,9 +253,9 @@ def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
 def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     """Lock the rows if none has a lease; ``None`` if one has, or can't be seen.
 
-    Where transactions have snapshots, it writes the rows, so that PostgreSQL refuses
-    them to the next transaction if its snapshot is older than this one's commit. In a
-    cluster that makes one of two transactions on different nodes fail.
+    It writes the rows on PostgreSQL, which then refuses them to the next transaction if
+    that has a snapshot that is older than this one's commit: this one need have none.
+    In a cluster that makes one of two transactions on different nodes fail.
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
@@ -271,14 +271,13 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     locking = free.select_for_update(nowait=nowait, skip_locked=skip)
     limit = None if nowait or skip or left > 86400 else left
     try:
-        with dialect.bounded(connection, limit) as isolation:
+        with dialect.bounded(connection, limit):
             rows = {row.key: row for row in locking}
             if len(rows) < len(wait.keys):
                 # Where that is possible, unlock the others.
                 raise Incomplete
-            if dialect.certifies or isolation not in WITHOUT_SNAPSHOT:
-                for key in rows:
-                    table.touch(connection, key)
+            if dialect.certifies or dialect.snapshots_hide_rows:
+                table.touch(connection, list(rows))
             _end_overdue(connection, rows)
             return rows
     except Incomplete:
@@ -394,7 +393,7 @@ def _look(connection: Connection, wait: _Wait, *, writes: bool) -> Reading:
 
 def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:
     # Before anything is read: after a read SQLite doesn't wait for other writers.
-    table.touch(connection, wait.keys[0])
+    table.touch(connection, wait.keys[:1])
     return wait.taken(table.ensure_rows(connection, wait.keys))
 
 

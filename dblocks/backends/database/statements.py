@@ -291,10 +291,11 @@ class Statements:
             f"WHERE {which} ORDER BY {d.key} {d.strength}"
         )
 
-    @cached_property
-    def touch(self) -> str:
-        table = self.dialect.table
-        return f"UPDATE {table} SET {self._touched} WHERE {self.this_key}"
+    @lru_cache(maxsize=64)  # noqa: B019
+    def touch(self, size: int) -> str:
+        d = self.dialect
+        which = f"{d.key} IN ({_keys(size)})"
+        return f"UPDATE {d.by_key} SET {self._touched} WHERE {which}"
 
     @cached_property
     def _touched(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from django.apps import apps
 from django.db import DatabaseError, transaction
@@ -24,6 +24,8 @@ from . import batches, dialects, statements
 from .connections import run_in_transaction
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
+
+T = TypeVar("T")
 
 ENOUGH = 0.95
 """The part of what is left of a lease that its row must last. What lacks is less than
@@ -265,9 +267,9 @@ def touch_current(connection: Connection, grants: Sequence[Grant]) -> bool:
     return execute(connection, sql, all_slots(grants))[0] == len(grants)
 
 
-def touch(connection: Connection, key: str) -> None:
-    """Write a row without changing it."""
-    write(connection, "touch", Grant(key, "", None))
+def touch(connection: Connection, keys: Sequence[str]) -> None:
+    """Write rows without changing them."""
+    execute(connection, statements.on(connection).touch(len(keys)), numbered(keys))
 
 
 def renew(
@@ -425,6 +427,19 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
 
     ensure_floor(transaction.get_connection(using))
     return run_in_transaction(using, delete)
+
+
+def remove(rows: Any, django: Callable[[], T]) -> T:
+    """Delete rows, held ones too; no new row's tokens start below theirs."""
+    floor = apps.get_model("dblocks", "TokenFloor").objects.using(rows.db).filter(pk=1)
+    with transaction.atomic(using=rows.db):
+        # As in prune(), the floor first.
+        if not floor.update(value=F("value")):
+            ensure_floor(transaction.get_connection(rows.db))
+        locked = rows.select_for_update().order_by("key")
+        highest = max(locked.values_list("version", flat=True), default=0)
+        floor.update(value=Greatest(F("value"), Value(highest)))
+        return django()
 
 
 def make_older(connection: Connection, seconds: float) -> None:

@@ -219,11 +219,8 @@ class Dialect:
 
     def bounded(
         self, connection: Connection, limit: float | None
-    ) -> AbstractContextManager[str | None]:
-        """Bound how long a statement waits, in fractions of a second.
-
-        Yields the transaction's isolation level where that comes for nothing.
-        """
+    ) -> AbstractContextManager[None]:
+        """Bound how long a statement waits, in fractions of a second."""
         return nullcontext()
 
     def making_rows(self, connection: Connection) -> AbstractContextManager[object]:

@@ -137,7 +137,7 @@ class MySQL(Dialect):
 
     def bounded(
         self, connection: Connection, limit: float | None
-    ) -> AbstractContextManager[str | None]:
+    ) -> AbstractContextManager[None]:
         if limit is None:
             return nullcontext()
 

@@ -166,21 +166,18 @@ class PostgreSQL(Dialect):
         return str(ask(connection, "SHOW transaction_isolation")[0])
 
     @contextmanager
-    def bounded(
-        self, connection: Connection, limit: float | None
-    ) -> Iterator[str | None]:
+    def bounded(self, connection: Connection, limit: float | None) -> Iterator[None]:
         milliseconds = 0 if limit is None else max(1, round(limit * 1000))
         # The savepoint keeps the transaction usable after a wait that ran out; rolling
         # back to it undoes the setting.
         with transaction.atomic(using=connection.alias):
-            before, isolation, _ = ask(
+            before, _ = ask(
                 connection,
                 "SELECT current_setting('lock_timeout'), "
-                "current_setting('transaction_isolation'), "
                 "set_config('lock_timeout', %s, true)",
                 [f"{milliseconds}ms"],
             )
-            yield isolation
+            yield
             ask(connection, "SELECT set_config('lock_timeout', %s, true)", [before])
 
     def session_lock_name(self, connection: Connection, key: str) -> int:
