@@ -1826,6 +1826,23 @@ def test_busy_database() -> None:
     assert "OperationalError: database is locked" in str(error)
 
 
+@pytest.mark.usefixtures("committed")
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the row is waited for ends the command in one line."""
+    LockFactory(key="k", held=True)
+
+    def wait_in_vain(*_: Any, **__: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Table, "force_release", wait_in_vain)
+    status, out, err = run("release", "k", "--yes")
+    assert (status, out) == (130, "")
+    assert "interrupted: what was not reported may not have been done" in err
+    assert run("release", "k", "--yes", "--verbosity", "0") == (130, "", "")
+    with pytest.raises(KeyboardInterrupt):
+        call_command("locks", "release", "k", "--yes")
+
+
 @pytest.mark.usefixtures("two_writers")
 def test_row_locked_by_a_transaction(run: Run, other: OtherThread) -> None:
     """A row that a transaction has pinned is not a database out of reach."""

@@ -26,6 +26,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -307,6 +308,24 @@ def test_replica(settings: Any, key: str) -> None:
                 ask()
         assert lease.release() is True
         assert not distributed_lock(free).locked()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("NOREPLICAS", TryAgainError),
+        ("OOM", OutOfMemoryError),
+        ("READONLY", ReadOnlyError),
+    ],
+)
+def test_errors_inside_scripts_before_redis_7(
+    here: Any, code: str, kind: type[RedisError]
+) -> None:
+    """They mean what they mean outside."""
+    said = f"ERR Error running script (call to f_1): @user_script: 9: -{code} not now"
+    fails = f'return redis.error_reply("{said}")'
+    with pytest.raises(kind, match=code):
+        engine()._server.client.send("EVAL", fails, 0)
 
 
 def test_name_that_moves_to_another_primary(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -158,6 +159,36 @@ def test_majority_is_out_of_reach(servers: list[Redis], key: str, fault: Any) ->
     eventually(lambda: lost, what="the loss")
     assert lost[0] - began < length + excused(before, length)
     assert lease.lost_reason == "backend"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("what", ["key", "set", "permit"])
+def test_waiters_while_a_majority_restarts(
+    servers: list[Redis], key: str, what: str
+) -> None:
+    """It fails no waiter who has time, nor one who comes meanwhile."""
+    keys = [key, f"{key}:2"] if what == "set" else [key]
+    more: dict[str, Any] = {"permits": 2} if what == "permit" else {}
+    number = more.get("permits", 1)
+    leases = [
+        distributed_lock(key, lease=60, owner=f"{key}:{each}", **more).acquire()
+        for each in range(number)
+    ]
+    wait = distributed_lock(*keys, backend="second", timeout=DEADLINE, **more)
+    free = distributed_lock(f"{key}:free", backend="second", timeout=DEADLINE)
+    with ThreadPoolExecutor(2) as pool:
+        waiter = pool.submit(wait.acquire)
+        time.sleep(0.3)
+        for server in servers[:3]:
+            eventually(server.has_written, what="all in the file")
+            server.kill()
+        meanwhile = pool.submit(free.acquire)
+        time.sleep(1)
+        for server in servers[:3]:
+            server.start()
+        assert meanwhile.result(timeout=DEADLINE).release() is True
+        assert all(lease.release() for lease in leases)
+        assert waiter.result(timeout=DEADLINE).release() is True
 
 
 def test_lease_that_too_few_servers_have(

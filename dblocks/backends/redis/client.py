@@ -25,6 +25,7 @@ from redis.exceptions import (
     ConnectionError,
     MaxConnectionsError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
@@ -52,17 +53,37 @@ UNREACHABLE = (ConnectionError, TimeoutError)
 
 _TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError, ClusterDownError)
 
-_PASSING = ("BUSY ", "NOREPLICAS ", "UNBLOCKED ")
-"""How answers begin that pass, and for which redis-py has no classes.
+_MEANINGS: dict[str, type[ResponseError]] = {
+    # A script of somebody else runs.
+    "BUSY": TryAgainError,
+    # Replicas are away.
+    "NOREPLICAS": TryAgainError,
+    "OOM": OutOfMemoryError,
+    "READONLY": ReadOnlyError,
+    # A waiter is sent away: its server is no longer a primary.
+    "UNBLOCKED": TryAgainError,
+}
+"""What errors mean for which redis-py has no classes, or none if a script met them.
 
-A script of somebody else runs, replicas are away, or a waiter is sent away because its
-server is no longer a primary.
+Before Redis 7, the text says at which line that was before it says what it was.
 """
+
+_CODE = re.compile(rf"(?:^|: -)({'|'.join(_MEANINGS)}) ")
 
 Argument = str | int | float
 
 Part = tuple[Sequence[str], Sequence[Argument]]
 """One lock's share of the keys and arguments of a script."""
+
+
+def _meant(error: ResponseError) -> ResponseError:
+    code = _CODE.search(str(error))
+    return _MEANINGS[code[1]](str(error)) if code else error
+
+
+def may_pass(error: BaseException) -> bool:
+    """Tell whether a fault is worth another attempt."""
+    return isinstance(error, _TRANSIENT) and not isinstance(error, LASTING)
 
 
 class Client:
@@ -141,16 +162,15 @@ class Client:
             if answers_within is not None and not connection.can_read(answers_within):
                 raise TimeoutError("no answer")
             answer = connection.read_response()
-        except ReadOnlyError:
-            # It is no longer the primary; its name may lead to the one that is.
-            connection.disconnect()
-            self.close()
-            raise
         except ResponseError as error:
-            self._give_back(connection)
-            if str(error).startswith(_PASSING):
-                raise TryAgainError(str(error)) from error
-            raise
+            error = _meant(error)
+            if isinstance(error, ReadOnlyError):
+                # It is no longer the primary; its name may lead to the one that is.
+                connection.disconnect()
+                self.close()
+            else:
+                self._give_back(connection)
+            raise error from None
         except BaseException as error:
             # An answer that comes later must not be taken for another command's.
             connection.disconnect()

@@ -9,6 +9,7 @@ do distributed locking", 2016; S. Sanfilippo, "Is Redlock safe?", 2016).
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from ..values import (
     Request,
     first_free,
 )
+from .client import may_pass
 from .counted import CountedHolds
 from .server import Server
 from .servers import Servers
@@ -40,6 +42,9 @@ T = TypeVar("T")
 
 SOCKET_TIMEOUT = 0.25
 """Seconds after which a server that doesn't answer counts as no, by default."""
+
+RETRY_AFTER = 0.25
+"""Seconds, at most, until too few servers are asked again."""
 
 DRIFT = 0.01
 """The part of a lease by which the servers' clocks may drift apart."""
@@ -57,6 +62,10 @@ def _answer(future: Future[T], question: Callable[[Server], T], server: Server) 
 def _identity() -> str:
     """Return the identity of a new grant; a later one is greater in this process."""
     return f"{time.monotonic_ns():016x}{os.urandom(8).hex()}"
+
+
+class UnansweredError(ConnectionError):
+    """Too few servers are in reach at present."""
 
 
 class QuorumBackend(Servers):
@@ -98,7 +107,8 @@ class QuorumBackend(Servers):
         return answers
 
     def _unanswered(self, errors: Sequence[RedisError]) -> RedisError:
-        return ConnectionError(
+        kind = UnansweredError if all(map(may_pass, errors)) else ConnectionError
+        return kind(
             f"{len(errors)} of {len(self._servers)} servers did not answer, and "
             f"{self._majority} must: {'; '.join(map(str, errors))}"
         )
@@ -126,13 +136,27 @@ class QuorumBackend(Servers):
                 raise error
         return answers, errors
 
+    def _patiently(self, ask: Callable[[], T], patience: float) -> T:
+        """Ask again, for as long as the caller waits, while too few are in reach."""
+        give_up = clock.monotonic() + patience
+        while True:
+            try:
+                return ask()
+            except UnansweredError:
+                if clock.monotonic() + RETRY_AFTER >= give_up:
+                    raise
+            time.sleep(RETRY_AFTER * random.uniform(0.5, 1))
+
     # The verbs
 
     def try_acquire(self, request: Request, patience: float) -> Granted | Reading:
+        return self._patiently(partial(self._try_any, request), patience)
+
+    def _try_any(self, request: Request) -> Granted | Reading:
         if request.permits == 1:
             return self._try(request, request.key)
         keys = row_keys(request.key, request.permits)
-        seen = self.read_all(keys, patience)
+        seen = self.read_all(keys)
         mine = [key for key in seen if self._is_mine(seen[key], request)]
         first = request.permit
         free = (
@@ -144,7 +168,7 @@ class QuorumBackend(Servers):
             answer = self._try(request, key)
             if isinstance(answer, Granted):
                 return answer
-        return first_free(self.read_all(keys, patience), keys)
+        return first_free(self.read_all(keys), keys)
 
     def _is_mine(self, seen: Reading, request: Request) -> bool:
         return seen.owner == request.owner and seen.remaining > 0
@@ -219,6 +243,9 @@ class QuorumBackend(Servers):
     def try_acquire_all(
         self, request: Request, keys: Sequence[str], patience: float
     ) -> list[Granted] | None:
+        return self._patiently(partial(self._try_all, request, keys), patience)
+
+    def _try_all(self, request: Request, keys: Sequence[str]) -> list[Granted] | None:
         sent = clock.monotonic()
         request = replace(request, identity=_identity())
         answers, errors = self._answers(
@@ -330,7 +357,8 @@ class QuorumBackend(Servers):
     def read_all(
         self, keys: Sequence[str], patience: float | None = None
     ) -> dict[str, Reading]:
-        answers = list(self._ask(lambda server: server.read_all(keys)).values())
+        ask = partial(self._ask, lambda server: server.read_all(keys))
+        answers = list(self._patiently(ask, patience or 0.0).values())
         return {
             key: self._agreed([each.get(key, Reading()) for each in answers])
             for key in keys

@@ -41,6 +41,7 @@ from ..selection import Selection, advice_for, ordered
 from ..sources import source_of
 from ..statuses import (
     BROKEN_PIPE,
+    INTERRUPTED,
     IO_ERROR,
     bad_usage,
     checked,
@@ -89,7 +90,7 @@ exit status:
   bad usage; 69 the database or backend is out of reach or busy, or a transaction
   keeps the lock's row locked; 74 the output can't be written (what was to be done is
   done); 78 the lock table is missing or out of date, or the backend's entry in DBLOCKS
-  is wrong; 141 the reader of the output has ended
+  is wrong; 130 it was interrupted; 141 the reader of the output has ended
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -135,6 +136,12 @@ exit status:
             # Its reader has ended, as in "| head".
             _write_no_more()
             sys.exit(BROKEN_PIPE)
+        except KeyboardInterrupt:
+            if not self.from_command_line:
+                raise
+            # Whatever was under way has been rolled back, unless it was just done.
+            text = "interrupted: what was not reported may not have been done"
+            self.fail(text, INTERRUPTED)
         except ImproperlyConfigured as error:
             raise misconfigured(error) from error
         except self.source.errors as error:
