@@ -252,7 +252,10 @@ class LeaseBlock(ABC):
 
     async def arelease(self) -> bool:
         """Async twin of :meth:`release`. Finishes if the task is cancelled."""
-        return await call_in_thread(self._backend, self._release_now)
+        # In a thread's open transaction it was given back, and is kept until that ends.
+        return not self._deferred and await call_in_thread(
+            self._backend, self._release_now
+        )
 
     def _release_or_defer(self) -> bool:
         if self._deferred or not self._open:

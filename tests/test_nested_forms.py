@@ -229,6 +229,17 @@ def test_lease_beside_another_databases_transaction(
     assert other.do(granted, key)
 
 
+def test_reentry_under_an_old_snapshot(key: str) -> None:
+    """The holder's own re-entry doesn't make its guarded commit fail."""
+    with distributed_lock(key, atomic=True):
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            cursor.execute("SELECT COUNT(*) FROM dblocks_distributedlock")
+        with distributed_lock(key):
+            pass
+
+
 def acquire_and_release(key: str, **options: Any) -> None:
     """Take a lease and give it back."""
     distributed_lock(key).acquire(**options).release()

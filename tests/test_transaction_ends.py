@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -723,3 +724,14 @@ def test_release_at_the_end_that_fails(
     assert Account.objects.filter(pk=account.pk).exists()
     assert not lease.held
     assert any("left to lapse" in line for line in caplog.messages)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_released_by_a_task_meanwhile(key: str, other: OtherThread) -> None:
+    """What was given back in a transaction, a task elsewhere doesn't free earlier."""
+    with transaction.atomic():
+        lease = distributed_lock(key).acquire()
+        assert lease.release()
+        assert not other.do(asyncio.run, lease.arelease())
+        assert other.do(distributed_lock(key).locked)
+    assert not distributed_lock(key).locked()

@@ -421,8 +421,8 @@ MUTANTS = [
     Mutant(
         "a re-entry overrides max_hold",
         STATEMENTS,
-        '            f"expires_at = {self.extended} WHERE {d.unlocked(live)}"\n',
-        '            f"expires_at = {self.lease_end} WHERE {d.unlocked(live)}"\n',
+        '            f"expires_at = {self.extended} WHERE {unlocked(live)}"\n',
+        '            f"expires_at = {self.lease_end} WHERE {unlocked(live)}"\n',
         ("tests/test_explicit_owners.py::test_limit_binds_co_owners",),
         quick=SQLITE,
     ),

@@ -171,10 +171,11 @@ class Statements:
         left = f"hold_count - {d.integer('forfeited')}"
         up = f"CASE WHEN {left} > 0 THEN {left} ELSE 0 END + 1"
         live = f"{self.current} AND expires_at > {d.now}"
+        unlocked = d.unlocked_or_pinned or d.unlocked
         return (
             f"{d.at_once}UPDATE {d.table} "
             f"SET hold_count = COALESCE({d.integer('count')}, {up}), "
-            f"expires_at = {self.extended} WHERE {d.unlocked(live)}"
+            f"expires_at = {self.extended} WHERE {unlocked(live)}"
         )
 
     @cached_property

@@ -102,6 +102,9 @@ class Dialect:
     next_version: Shape = "{}".format
     #: A condition, of rows that no transaction has locked.
     unlocked: Shape = "{}".format
+    #: The same, of rows that a guard may have pinned: for a change that keeps the
+    #: version.
+    unlocked_or_pinned: Shape | None = None
     #: A change of one row that no transaction has locked, the ``first`` one if it can
     #: be.
     update_any: Shape = (

@@ -85,6 +85,12 @@ class PostgreSQL(Dialect):
     unlocked = (
         f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} FOR UPDATE SKIP LOCKED)'
     ).format
+    # After a stronger lock the update would count as one of the version, and fail the
+    # holder's own guard in a transaction whose snapshot is older.
+    unlocked_or_pinned = (
+        f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} '
+        f"FOR NO KEY UPDATE SKIP LOCKED)"
+    ).format
     update_any = (
         f'UPDATE "{TABLE}" SET {{}} WHERE "key" = (SELECT "key" FROM "{TABLE}" '
         f"WHERE {{}} "
