@@ -119,7 +119,8 @@ def test_planted_lost_update(crew: Crew, key: str) -> None:
 def test_planted_late_loss(crew: Crew, key: str, deaf: float) -> None:
     """A loss is in the history with its deadline, and found if it is told late."""
     until = time.monotonic() + DEADLINE
-    holder = crew.fork("hold", key=key, until=until, lease=0.5, renew=False, deaf=deaf)
+    # Long enough to be observed, on a busy machine too.
+    holder = crew.fork("hold", key=key, until=until, lease=2.0, renew=False, deaf=deaf)
     loss = holder.expect("loss")
     assert loss["reason"] == "expired"
     [event] = [event for event in crew.history() if event.what == "loss"]
