@@ -134,7 +134,7 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
     return visible(text)
 
 
-def is_busy(locks: LockQuerySet, key: str, patience: float = PATIENCE) -> bool:
+def is_busy(locks: LockQuerySet, key: str, patience: float) -> bool:
     """Tell whether a transaction has the row locked, and not just for a moment.
 
     It may be committing work done under this lock. The release, and the request with

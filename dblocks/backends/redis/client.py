@@ -230,9 +230,9 @@ class Client:
         while True:
             try:
                 return self._run(script, keys, arguments)
-            except LASTING:
-                raise
-            except _TRANSIENT as error:
+            except RedisError as error:
+                if not may_pass(error):
+                    raise
                 left = give_up - clock.monotonic()
                 # A connection that was dropped while it was idle tells nothing.
                 is_news = pause > 0 or not isinstance(error, ConnectionError)
