@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import (
@@ -252,28 +253,34 @@ class LeaseBlock(ABC):
 
     async def arelease(self) -> bool:
         """Async twin of :meth:`release`. Finishes if the task is cancelled."""
-        # In a thread's open transaction it was given back, and is kept until that ends.
-        return not self._deferred and await call_in_thread(
-            self._backend, self._release_now
-        )
+        if self._deferred:
+            return False
+        release = partial(self._release_now, self._due())
+        return await call_in_thread(self._backend, release)
+
+    def _due(self) -> Sequence[Lease]:
+        """Return the leases that no thread's transaction keeps until its end."""
+        return [each for each in self._each() if not each._deferred]
 
     def _release_or_defer(self) -> bool:
         if self._deferred or not self._open:
             return False
+        due = self._due()
         # An overdue one whose guard passed is pinned until the transaction ends.
-        counts = self._committed or any(x._hold.is_live() for x in self._each())
+        counts = self._committed or any(each._hold.is_live() for each in due)
         if counts and transactions.transaction_is_open():
-            for each in (self, *self._each()):
+            for each in (self, *due):
                 each._deferred = True
-            transactions.at_end(transactions.RELEASE, self._release_at_end)
+            release = partial(self._release_at_end, due)
+            transactions.at_end(transactions.RELEASE, release)
             return self._committed or self.held
-        return self._release_now()
+        return self._release_now(due)
 
-    def _release_at_end(self) -> None:
+    def _release_at_end(self, leases: Sequence[Lease]) -> None:
         try:
             # With autocommit off, nobody sees when what was written is committed.
             transactions.transaction_is_open()
-            if self._open and not self._release_now() and not self._committed:
+            if self._open and not self._release_now(leases) and not self._committed:
                 lost = self._first_lost()
                 # If none is, some were released before.
                 if lost is not None:
@@ -282,11 +289,11 @@ class LeaseBlock(ABC):
                         *(lost.key, lost._hold.permit, lost.lost_reason),
                     )
         except self._backend.errors as error:
-            self._let_lapse(error)
+            self._let_lapse(leases, error)
 
     @abstractmethod
-    def _release_now(self) -> bool:
-        """Give it back without regard to the transactions of this thread."""
+    def _release_now(self, leases: Sequence[Lease]) -> bool:
+        """Give these back without regard to the transactions of this thread."""
 
     def _undo(self) -> bool:
         """Give it back before anybody has it; ``False`` if it is left to lapse."""
@@ -298,12 +305,12 @@ class LeaseBlock(ABC):
                 each._tell_released()
         return True
 
-    def _let_lapse(self, error: BaseException) -> None:
-        """Give up what is still open without a word to the engine."""
-        for each in self._each():
+    def _let_lapse(self, leases: Sequence[Lease], error: BaseException) -> None:
+        """Give up those of these that are open without a word to the engine."""
+        for each in leases:
             if each._close():
                 each._hold.forsake()
-        log_lapse([each._hold for each in self._each()], error)
+        log_lapse([each._hold for each in leases], error)
 
     # As a context manager
 
@@ -345,7 +352,7 @@ class LeaseBlock(ABC):
             if self._release_or_defer():
                 return
         except self._backend.errors as error:
-            self._let_lapse(error)
+            self._let_lapse(self._due(), error)
         self._raise_if_lost(exc_type)
 
     def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
@@ -371,7 +378,7 @@ class LeaseBlock(ABC):
         try:
             await self.arelease()
         except errors as error:
-            self._let_lapse(error)
+            self._let_lapse(self._due(), error)
         self._raise_if_lost(exc_type)
 
     # Transactions that commit only while the lock is held

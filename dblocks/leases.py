@@ -73,7 +73,7 @@ class Lease(LeaseBlock):
             return False
         return True
 
-    def _release_now(self) -> bool:
+    def _release_now(self, leases: Sequence[Lease]) -> bool:
         if not self._close():
             return False
         held = self._hold.release(self._committed)
@@ -171,8 +171,8 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
     def _open(self) -> bool:
         return any(lease._open for lease in self._in_order)
 
-    def _release_now(self) -> bool:
-        closed = [lease for lease in self._in_order if lease._close()]
+    def _release_now(self, leases: Sequence[Lease]) -> bool:
+        closed = [lease for lease in leases if lease._close()]
         held = release_together([lease._hold for lease in closed], self._committed)
         for lease, was_held in zip(closed, held, strict=True):
             lease._note_release(was_held)

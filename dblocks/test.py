@@ -91,7 +91,8 @@ class hold_elsewhere:
     def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
         try:
             # Not release(): a transaction of the block's is none of the holder's.
-            self._leases.pop()._release_now()
+            lease = self._leases.pop()
+            lease._release_now(lease._each())
         except backends[self._lock.backend].errors:
             # The block may have broken the test's transaction: its error counts.
             if exc is None:

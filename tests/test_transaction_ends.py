@@ -735,3 +735,31 @@ def test_released_by_a_task_meanwhile(key: str, other: OtherThread) -> None:
         assert not other.do(asyncio.run, lease.arelease())
         assert other.do(distributed_lock(key).locked)
     assert not distributed_lock(key).locked()
+
+
+def release_in_a_transaction(leases: Any) -> bool:
+    with transaction.atomic():
+        return bool(leases.release())
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize(
+    "give_back",
+    [
+        lambda leases: leases.release(),
+        lambda leases: asyncio.run(leases.arelease()),
+        release_in_a_transaction,
+    ],
+    ids=["thread", "task", "transaction"],
+)
+def test_rest_of_a_set_released_meanwhile(
+    key: str, other: OtherThread, give_back: Callable[[Any], bool]
+) -> None:
+    """Of a set, a key that was given back alone in a transaction is kept as well."""
+    with transaction.atomic():
+        leases = distributed_lock(key, key + "!").acquire()
+        assert leases[key].release()
+        other.do(give_back, leases)
+        assert other.do(distributed_lock(key).locked)
+        assert not other.do(distributed_lock(key + "!").locked)
+    assert not distributed_lock(key).locked()
