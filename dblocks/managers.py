@@ -12,7 +12,13 @@ from django.db.models import Case, F, Q, Value, When
 from django.utils.translation import pgettext_lazy
 
 from . import clock, interventions, transaction_locks, validation
-from .backends.database import dialects, session_locks, table, transactions
+from .backends.database import (
+    deletion,
+    dialects,
+    session_locks,
+    table,
+    transactions,
+)
 from .backends.database.expressions import After, SecondsUntil, UtcNow
 from .backends.values import PINNED_GRACE, Grant, Reading, Renewal, Request, Waiters
 from .conf import DEFAULT_ALIAS, backends
@@ -284,7 +290,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         while batch := list(keys.filter(key__gt=after)[:batch_size]):
             after = batch[-1]
             started = clock.monotonic()
-            deleted += table.prune(self.db, stale, batch)
+            deleted += deletion.prune(self.db, stale, batch)
             if progress is not None:
                 progress(deleted)
             if not connection.in_atomic_block:
@@ -298,7 +304,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         Use :meth:`prune` to clean up: a holder whose row is deleted loses the lock.
         """
         self._for_write = True
-        return table.remove(self, super().delete)
+        self._result_cache = None
+        return deletion.remove(self, models.QuerySet.delete)
 
     # As Django's own, it is no method of the manager.
     delete.queryset_only = True  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from django.db import models, router
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
-from .backends.database import table
+from .backends.database import deletion
 from .backends.database.fields import ExactCharField, GuardConstraint, UTCDateTimeField
 from .managers import LockManager, LockQuerySet, State
 from .permits import apart
@@ -84,7 +84,8 @@ class DistributedLock(models.Model):
         """As :meth:`LockQuerySet.delete`."""
         using = using or router.db_for_write(type(self), instance=self)
         row = type(self).objects.using(using).filter(pk=self.pk)
-        return table.remove(row, partial(super().delete, using, keep_parents))
+        django = partial(super().delete, using, keep_parents)
+        return deletion.remove(row, lambda _: django())
 
     @property
     def lock_key(self) -> str:

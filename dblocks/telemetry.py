@@ -206,7 +206,10 @@ class Telemetry:
     def force_released(
         self, *, key: str, backend: str | None, using: str | None, **kwargs: object
     ) -> None:
-        self._note(self._report_forced, key, backend, using)
+        try:
+            self._note(self._forced.add, 1, self._of_forced(key, backend, using))
+        except Exception:
+            _tell_failure()
 
     def forget(self, **kwargs: object) -> None:
         """Read the setting anew."""
@@ -289,15 +292,6 @@ class Telemetry:
         self._lost.add(1, {**of.plain, "reason": reason})
         self._holds.record(held_for, of.lost)
 
-    def _report_forced(self, key: str, alias: str | None, using: str | None) -> None:
-        # The manager's verb knows the database alone.
-        aliases = backends.settings if alias is None else [alias]
-        for backend in (backends[name] for name in aliases):
-            if alias is not None or backend.is_in_database(using or ""):
-                self._forced.add(1, self._of(None, key, backend).plain)
-                return
-        self._forced.add(1)
-
     def _granted(
         self, options: metrics.CallbackOptions
     ) -> Iterable[metrics.Observation]:
@@ -324,6 +318,17 @@ class Telemetry:
         except Exception:
             _tell_failure()
             return None
+
+    def _of_forced(
+        self, key: str, alias: str | None, using: str | None
+    ) -> dict[str, str]:
+        """Return what describes a lock that was force-released, now as well."""
+        # The manager's verb knows the database alone.
+        aliases = backends.settings if alias is None else [alias]
+        for backend in (backends[name] for name in aliases):
+            if alias is not None or backend.is_in_database(using or ""):
+                return self._of(None, key, backend).plain
+        return {}
 
     def _of(self, template: str | None, key: str, backend: BaseBackend) -> _Attributes:
         """Return the attributes of a lock, whose key alone may not be told."""

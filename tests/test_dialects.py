@@ -430,6 +430,47 @@ def test_connection_that_cant_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(session_locks.pool._places) == places
 
 
+def test_gate_whose_connection_is_closed(committed: None) -> None:
+    """Leaving it raises nothing: an interrupt would give way to that error.
+
+    Psycopg closes a connection whose statement an interrupt could not cancel.
+    """
+    if not dialects.of(connection).has_session_locks:
+        pytest.skip("needs session locks")
+    session_locks.pool.close_idle()
+    places = len(session_locks.pool._places)
+    gate = session_locks.SessionLock("default", "key", 1.0)
+    gate.enter(1)
+    assert gate.held
+    assert gate._connection is not None
+    gate._connection.connection.close()
+    gate.show_waiter(True)
+    gate.leave()
+    assert len(session_locks.pool._places) == places
+
+
+def test_gate_at_the_end_of_the_process(
+    committed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends with a lease for which it had waited says nothing of it.
+
+    By then no thread can be started.
+    """
+    if not dialects.of(connection).has_session_locks:
+        pytest.skip("needs session locks")
+    gate = session_locks.SessionLock("default", "key", 1.0)
+    gate.enter(1)
+    assert gate.held
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        gate.__del__()
+    gate.leave()
+
+
 # Statements that PostgreSQL parses once
 
 

@@ -15,9 +15,9 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import transaction
 
-from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout
+from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout, clock
 from dblocks.backends.gates import Gate
-from dblocks.backends.values import Request
+from dblocks.backends.values import Granted, Request
 from dblocks.conf import backends
 from dblocks.waiting import queue
 from tests.support.fixtures import OtherThread, outranks
@@ -539,6 +539,37 @@ def test_released_lease_proves_nothing(acquire: Leases) -> None:
     lease.release()
     with pytest.raises(LeaseLost, match="was released: it proves nothing now"):
         lease.check()
+
+
+@pytest.mark.usefixtures("committed")
+def test_timeouts_while_the_first_one_sleeps(
+    lock: Locks, other: OtherThread, key: str, backend: str
+) -> None:
+    """Who waits behind it isn't late for an answer that the first waiter hasn't got.
+
+    What it had seen is out of date: the key was released here, and taken elsewhere at
+    once. One asks for all whose time is over.
+    """
+    engine = backends[backend]
+    # Not noted in this process: as another one has it, which had to wait for it.
+    request = Request(key, "theirs", engine.lease)
+    if (gate := engine.gate(request)) is not None:
+        gate.enter(DEADLINE)
+        request.gate, request.queued = gate, True
+    theirs = engine.try_acquire(request, 0.0)
+    assert isinstance(theirs, Granted)
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    until_somebody_waits(key, backend)
+    always(lambda: not waiting.done(), during=0.1, what="waiting")
+    queue.queues.freed(engine, key)
+    for _ in range(2):
+        with takes(0.2, 0.2 + scaled(0.4)), pytest.raises(LockTimeout) as caught:
+            lock(timeout=0.2).acquire()
+        assert 0 < caught.value.retry_after <= engine.lease
+    engine.release(theirs.grant, count=None, deadline=clock.monotonic() + SLACK)
+    if gate is not None:
+        gate.leave()
+    other.do(waiting.result(timeout=DEADLINE).release)
 
 
 @pytest.mark.usefixtures("committed")

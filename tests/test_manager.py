@@ -441,6 +441,16 @@ def test_token_rises_over_a_deletion(by: str) -> None:
     assert owned().version > 41
 
 
+def test_deletion_of_distinct_rows() -> None:
+    """What Django deletes is deleted, where rows that are distinct can't be locked."""
+    LockFactory(key="k", version=41, free=True)
+    rows = locks.distinct()
+    assert len(rows) == 1
+    assert rows.delete() == (1, {"dblocks.DistributedLock": 1})
+    assert len(rows) == 0
+    assert owned().version > 41
+
+
 def test_small_token_is_pruned_after_a_large_one() -> None:
     """The floor that pruning leaves behind never comes down again."""
     LockFactory(key="k", version=10**6, free=True)

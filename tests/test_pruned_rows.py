@@ -172,3 +172,65 @@ def test_tries_while_a_transaction_has_a_row_made_anew(
     finally:
         leave.set()
         waiting.result(timeout=DEADLINE)
+
+
+def delete_by_queryset(key: str) -> None:
+    """Delete the row as Django's own shell would."""
+    DistributedLock.objects.filter(pk=key).delete()
+
+
+def delete_by_instance(key: str) -> None:
+    """Delete the row through its object."""
+    DistributedLock.objects.get(pk=key).delete()
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("remove", [delete_by_queryset, delete_by_instance])
+@pytest.mark.parametrize("stage", ["done", "waiting"])
+def test_new_key_beside_a_deletion(
+    key: str,
+    threads: Callable[[], OtherThread],
+    remove: Callable[[str], None],
+    stage: str,
+) -> None:
+    """A deletion in an open transaction, or one that waits, holds up no other key."""
+    distributed_lock(key).acquire(timeout=0).release()
+    trying = distributed_lock(f"{key}:new").try_acquire
+    if stage == "done":
+        with threads().in_transaction(lambda: remove(key)):
+            attempt = threads().start(trying)
+            eventually(attempt.done, within=SLACK, what="the answer to a try")
+            lease = attempt.result()
+    else:
+        lock_row = DistributedLock.objects.for_update
+        with threads().in_transaction(lambda: lock_row(key)):
+            deleting = threads().start(remove, key)
+            always(lambda: not deleting.done(), during=0.3, what="the wait")
+            attempt = threads().start(trying)
+            eventually(attempt.done, within=SLACK, what="the answer to a try")
+            lease = attempt.result()
+        deleting.result(timeout=DEADLINE)
+    assert lease is not None
+    lease.release()
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_token_rises_over_a_deletion_of_what_was_just_released(
+    key: str, other: OtherThread
+) -> None:
+    """A row that a deletion finds only in its last statement leaves the floor, too."""
+    with distributed_lock(f"{key}:early"):
+        pass
+    for _ in range(3):
+        distributed_lock(key).acquire(timeout=0).release()
+    lease = other.do(distributed_lock(key).acquire, timeout=0)
+
+    def release_first(execute: Any, sql: str, *how: Any) -> Any:
+        if sql.startswith("DELETE") and lease.held:
+            other.do(lease.release)
+        return execute(sql, *how)
+
+    with connection.execute_wrapper(release_first):
+        DistributedLock.objects.free().delete()
+    with distributed_lock(key) as later:
+        assert later.fencing_token > lease.fencing_token

@@ -437,6 +437,17 @@ def test_keys_are_named_where_that_is_allowed(
     assert "another" not in seen.labels()
 
 
+def test_forced_under_settings_of_that_moment(
+    acquire: Leases, seen: Seen, backend: str, key: str
+) -> None:
+    """A force release is named as the setting was then, not at its report."""
+    with override_settings(DBLOCKS_TELEMETRY_KEYS=True):
+        lease = acquire(key)
+        assert backends[backend].force_release(key)
+    assert seen.count("dblocks.force_released", dblocks__lock=key) == 1
+    lease.release()
+
+
 @pytest.mark.parametrize("wrong", ["nightly-*", 7, [7], None])
 def test_setting_that_is_wrong(wrong: Any) -> None:
     """What can't be meant is refused when telemetry is switched on."""

@@ -104,13 +104,13 @@ class WaitQueue:
         self.waiters: deque[Waiter] = deque()
         self._seen: tuple[Reading, float] | None = None
         self._good_until = 0.0
-        #: This process has released the key since it was last seen.
-        self.freed = False
+        #: This process has released the key, and nobody has asked for it since.
+        self._unasked = False
 
     def saw(self, reading: Reading) -> None:
         """Note what the engine said of the key."""
         now = clock.monotonic()
-        self._seen, self.freed = (reading, now), False
+        self._seen = reading, now
         # Whoever asks while the first one sleeps doesn't wake it.
         self._good_until = max(self._good_until, now + NEWS)
 
@@ -131,13 +131,28 @@ class WaitQueue:
             give_up: When the waiter's time is over. If it is, what was good until then
                 still is, however late the waiter comes for it.
         """
-        if self._seen is None or self.freed:
+        if self._seen is None:
             return None
         reading, at = self._seen
         now = clock.monotonic()
         if min(now, give_up) > self._good_until:
             return None
         return replace(reading, remaining=reading.remaining - (now - at))
+
+    def forget(self) -> None:
+        """Note that what was seen is out of date: this process has released the key."""
+        self._seen, self._unasked = None, True
+
+    def asks_instead(self) -> bool:
+        """Tell whether a waiter whose time is over is to ask for all of them.
+
+        That is so if the first one sleeps, and doesn't know of a release.
+        """
+        sleeps = clock.monotonic() + NEWS < self._good_until
+        if self._seen is not None or not self._unasked or not sleeps:
+            return False
+        self._unasked = False
+        return True
 
     def is_first(self, waiter: Waiter) -> bool:
         """Tell whether it is this waiter's turn to ask the engine."""
@@ -219,7 +234,7 @@ class WaitQueues:
         for permits in list(of_key):
             queue = of_key.get(permits)
             if queue is not None:
-                queue.freed = True
+                queue.forget()
                 queue.wake_first()
 
 

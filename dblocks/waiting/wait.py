@@ -180,7 +180,7 @@ class _Wait:
             left = give_up - clock.monotonic()
             if left > 0:
                 woken = await self.place.pause(self.waiter, min(left, longest))
-            elif seen or queue.last_seen(give_up) or not pauses:
+            elif seen or queue.last_seen(give_up) or queue.asks_instead() or not pauses:
                 return
             else:
                 # The first one is asking; hundreds must not ask the same.

@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     Mutant(
         "pruning without the floor",
-        TABLE,
+        "backends/database/deletion.py",
         'update(value=Greatest(F("value"), highest))',
         'update(value=F("value"))',
         ("tests/test_manager.py::test_tokens_rise_over_prune_and_re_creation",),

@@ -205,5 +205,7 @@ class SessionLock(Gate):
 
     def __del__(self) -> None:
         if self._connection is not None and self._pid == os.getpid():
-            # Any thread may be running this, and at any moment.
-            threading.Thread(target=pool.drop, args=[self._connection]).start()
+            # Any thread may be running this, and at any moment; also the end of the
+            # process, where no thread starts and all sessions end.
+            with suppress(RuntimeError):
+                threading.Thread(target=pool.drop, args=[self._connection]).start()

@@ -162,6 +162,15 @@ class Statements:
         return self.dialect.insert_unless_there(f"{FLOOR} (id, value) VALUES (1, 0)")
 
     @cached_property
+    def floor(self) -> str:
+        return f"SELECT value FROM {FLOOR} WHERE id = 1"
+
+    @cached_property
+    def raise_floor(self) -> str:
+        higher = f"value < {self.dialect.integer('floor')}"
+        return f"UPDATE {FLOOR} SET value = %(floor)s WHERE id = 1 AND {higher}"
+
+    @cached_property
     def reenter(self) -> str:
         """Count one more hold of a grant, or set its holds, unless its row is locked.
 

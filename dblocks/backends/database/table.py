@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from django.apps import apps
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
-from django.db.models import F, Value
-from django.db.models.functions import Greatest
 
 from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
 from . import batches, dialects, statements
-from .connections import run_in_transaction
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
-
-T = TypeVar("T")
 
 ENOUGH = 0.95
 """The part of what is left of a lease that its row must last. What lacks is less than
@@ -402,44 +396,6 @@ def make_rows(connection: Connection, keys: Sequence[str]) -> None:
         create = statements.on(connection).create_free(len(group))
         if not _made(connection, changes, create, numbered(group)):
             ensure_floor(connection)
-
-
-def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
-    """Delete those of some rows that are still stale; return how many.
-
-    In a transaction of its own that locks only the rows it deletes.
-    """
-    floor = apps.get_model("dblocks", "TokenFloor").objects.using(using)
-
-    def delete(connection: Connection) -> int:
-        # The floor first: an insert that waits for it reads the raised one.
-        floor.select_for_update().get(pk=1)
-        rows = stale.filter(key__in=keys).select_for_update(
-            skip_locked=dialects.of(connection).has_row_locks
-        )
-        doomed = dict(rows.values_list("key", "version"))
-        if doomed:
-            highest = Value(max(doomed.values()))
-            floor.filter(pk=1).update(value=Greatest(F("value"), highest))
-            sql = statements.on(connection).delete(len(doomed))
-            execute(connection, sql, numbered(list(doomed)))
-        return len(doomed)
-
-    ensure_floor(transaction.get_connection(using))
-    return run_in_transaction(using, delete)
-
-
-def remove(rows: Any, django: Callable[[], T]) -> T:
-    """Delete rows, held ones too; no new row's tokens start below theirs."""
-    floor = apps.get_model("dblocks", "TokenFloor").objects.using(rows.db).filter(pk=1)
-    with transaction.atomic(using=rows.db):
-        # As in prune(), the floor first.
-        if not floor.update(value=F("value")):
-            ensure_floor(transaction.get_connection(rows.db))
-        locked = rows.select_for_update().order_by("key")
-        highest = max(locked.values_list("version", flat=True), default=0)
-        floor.update(value=Greatest(F("value"), Value(highest)))
-        return django()
 
 
 def make_older(connection: Connection, seconds: float) -> None:

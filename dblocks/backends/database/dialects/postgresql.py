@@ -54,7 +54,9 @@ def _own_session(connection: Any) -> int:
 
     A pooler gives it a number of its own.
     """
-    session: int = connection.connection.info.backend_pid
+    # The driver closes a connection whose statement it can't cancel on an interrupt.
+    with connection.wrap_database_errors:
+        session: int = connection.connection.info.backend_pid
     return session
 
 

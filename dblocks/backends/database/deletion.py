@@ -1,0 +1,81 @@
+"""Deleting rows, so that the tokens of new ones can't start below theirs.
+
+The floor, below which none starts, is raised before the rows are deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from django.apps import apps
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.models import F, Max, Value
+from django.db.models.functions import Greatest
+
+from . import dialects, statements
+from .connections import run, run_in_transaction
+from .execution import execute, fetch
+from .table import ensure_floor, numbered
+
+T = TypeVar("T")
+
+SPARE = 1_000_000
+"""How far above the rows' tokens the floor is raised: more than they rise meanwhile."""
+
+
+def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
+    """Delete those of some rows that are still stale; return how many.
+
+    In a transaction of its own that locks only the rows it deletes.
+    """
+    floor = apps.get_model("dblocks", "TokenFloor").objects.using(using)
+
+    def delete(connection: Connection) -> int:
+        # The floor first: an insert that waits for it reads the raised one.
+        floor.select_for_update().get(pk=1)
+        rows = stale.filter(key__in=keys).select_for_update(
+            skip_locked=dialects.of(connection).has_row_locks
+        )
+        doomed = dict(rows.values_list("key", "version"))
+        if doomed:
+            highest = Value(max(doomed.values()))
+            floor.filter(pk=1).update(value=Greatest(F("value"), highest))
+            sql = statements.on(connection).delete(len(doomed))
+            execute(connection, sql, numbered(list(doomed)))
+        return len(doomed)
+
+    ensure_floor(transaction.get_connection(using))
+    return run_in_transaction(using, delete)
+
+
+def remove(rows: Any, delete: Callable[[Any], T]) -> T:
+    """Have Django delete the rows of a queryset, held ones too.
+
+    The floor's transaction is not the caller's, because nobody can make a row while a
+    transaction has the floor locked.
+    """
+    own = connections[rows.db]
+    if dialects.of(own).has_row_locks:
+        floor = run(own, _raise_floor, _highest(rows))
+    else:
+        # A write first: after a read, SQLite doesn't wait for other writers.
+        ensure_floor(own)
+        floor = _raise_floor(own, _highest(rows))
+    return delete(rows.filter(version__lte=floor))
+
+
+def _highest(rows: Any) -> int:
+    return rows.order_by().aggregate(highest=Max("version"))["highest"] or 0
+
+
+def _raise_floor(connection: Connection, version: int) -> int:
+    """Raise the floor above a token, if it isn't yet; return it."""
+    ensure_floor(connection)
+    texts = statements.on(connection)
+    [(floor,)] = fetch(connection, texts.floor, {})
+    if floor < version:
+        floor = version + SPARE
+        execute(connection, texts.raise_floor, {"floor": floor})
+    return int(floor)
