@@ -296,7 +296,7 @@ def run_in_transaction(using: str, act: Callable[[Connection], T]) -> T:
             with transaction.atomic(using=using):
                 return act(connection)
         except DatabaseError as error:
-            dialect, attempt = dialects.of(connection), attempt + 1
+            dialect, attempt = dialects.known(connection), attempt + 1
             collides = attempt <= LEAST_REPEATS and dialect.is_collision(error)
             over = clock.monotonic() >= give_up and not collides
             if connection.in_atomic_block or over or not dialect.is_transient(error):

@@ -92,7 +92,7 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
     try:
         write(connection, "undo_one", granted.grant, count=None)
     except DatabaseError as error:
-        if dialects.of(connection).is_undone(error):
+        if dialects.known(connection).is_undone(error):
             request.returns(granted.grant, 1)
         raise
     return False

@@ -172,7 +172,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
             except OperationalError as error:
                 # The snapshot is older than the last holder's writes, or too few rows
                 # are locked. Nothing was done in this transaction yet: start another.
-                stale = dialects.of(connection).is_stale_snapshot(error)
+                stale = dialects.known(connection).is_stale_snapshot(error)
                 if not (stale or isinstance(error, StaleSnapshot)):
                     raise
                 if clock.monotonic() >= patience:

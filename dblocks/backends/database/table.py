@@ -59,7 +59,7 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
     try:
         version = new_version(connection, sql, values)
     except DatabaseError as error:
-        if not dialects.of(connection).means_taken(error):
+        if not dialects.known(connection).means_taken(error):
             raise
         return None
     return None if version is None else Grant(key, request.owner, version)
@@ -152,7 +152,7 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
             if _reentered(connection, grant, values):
                 return Granted(grant, seen.limit, again=True)
     except DatabaseError as error:
-        if dialects.of(connection).is_undone(error):
+        if dialects.known(connection).is_undone(error):
             request.returns(grant, forfeited)
         raise
     request.returns(grant, forfeited)
@@ -173,7 +173,7 @@ def _reentered(connection: Connection, grant: Grant, values: Values) -> bool:
     try:
         return write(connection, "reenter", grant, **values)
     except DatabaseError as error:
-        if dialects.of(connection).means_taken(error):
+        if dialects.known(connection).means_taken(error):
             return False
         raise
 
