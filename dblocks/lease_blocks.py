@@ -58,6 +58,14 @@ class LeaseBlock(ABC):
         self._deferred = False
         self._committed = False
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        # A copy would share, and then close, what the grant keeps open: its queue's
+        # file, its connection.
+        raise TypeError(
+            f"A {type(self).__name__} can't be copied or pickled: hand it over itself, "
+            f"or give both sides the same owner=."
+        )
+
     @abstractmethod
     def _each(self) -> Sequence[Lease]:
         """Return the leases, in the order of their keys; at least one."""
@@ -356,7 +364,9 @@ class LeaseBlock(ABC):
         self._raise_if_lost(exc_type)
 
     def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
-        if exc_type is None and not self._committed and self.lost_reason is not None:
+        lost = None if exc_type or self._committed else self._first_lost()
+        # With the transaction of a test, what the lock protected is undone as well.
+        if lost is not None and not lost._hold.is_over_with_its_test():
             raise self._lost()
 
     async def __aenter__(self: T) -> T:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -606,6 +609,21 @@ def test_inner_acquisition_only_extends(acquire: Leases) -> None:
     at = time.monotonic()
     always(lambda: outer.held, during=scaled(0.6))
     assert time.monotonic() - at >= scaled(0.6) - STEP
+
+
+@pytest.mark.parametrize("more", [[], [":other"]], ids=["one", "set"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(
+    backend: str, key: str, copied: Callable[[object], object], more: list[str]
+) -> None:
+    """A lease can't be copied, and whoever tries does it no harm."""
+    keys = [key, *(key + each for each in more)]
+    held: Any = distributed_lock(*keys, backend=backend, timeout=0).acquire()
+    with pytest.raises(TypeError, match="can't be copied"):
+        copied(held)
+    gc.collect()
+    assert held.held
+    assert held.release()
 
 
 def test_public_names() -> None:

@@ -372,6 +372,26 @@ def test_renewals_connect_while_others_have_the_file(
 # The pessimistic form
 
 
+def test_exclusive_transactions(
+    key: str, lock: Locks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rollback journal they keep readers out, and must not wait for themselves.
+
+    Nobody else changes anything meanwhile, so that they can look by themselves.
+    """
+    connection.ensure_connection()
+    monkeypatch.setattr(connection, "transaction_mode", "EXCLUSIVE")
+    with takes(at_most=1), transaction.atomic():
+        with transaction_lock(key, timeout=DEADLINE):
+            AccountFactory()
+        assert not lock(key).locked()
+        assert DistributedLock.objects.for_update(key, nowait=True).key == key
+    lease = lock(key).acquire()
+    DistributedLock.objects.force_release(key)
+    with takes(at_most=1), pytest.raises(LeaseLost), transaction.atomic():
+        lease.guard()
+
+
 def test_row_lock_waits_for_another_writer(key: str) -> None:
     """A transaction of its own waits for the writer, whatever its mode."""
     with another_writer(0.5), transaction_lock(key, timeout=DEADLINE):

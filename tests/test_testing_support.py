@@ -7,7 +7,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -472,6 +472,19 @@ class InsideTestCase(TestCase):
             assert self.held("inside")
         assert not self.held("inside")
 
+    def test_reentry_that_is_rolled_back(self) -> None:
+        """An owner's entry in a block that is rolled back leaves its first one held."""
+        with distributed_lock("inside", owner="x", timeout=0) as lease:
+            with (
+                pytest.raises(ZeroDivisionError),
+                transaction.atomic(),
+                distributed_lock("inside", owner="x", timeout=0),
+            ):
+                1 / 0  # noqa: B018
+            assert distributed_lock("inside").try_acquire() is None
+            lease.renew()
+        assert not distributed_lock("inside").locked()
+
     def test_broken_transaction(self) -> None:
         """The error that broke the test's transaction comes out, not the next one."""
         with (  # noqa: PT012
@@ -634,6 +647,27 @@ class TestLeftovers:
         assert result.wasSuccessful(), result.failures + result.errors
         assert not Case.lease.held
         assert Case.lease.release() is False
+
+    def test_block_of_the_class(self, committed: None, key: str) -> None:
+        """A block around all tests of a class ends quietly, after Django's rollback."""
+
+        class Case(TestCase):
+            @classmethod
+            def setUpClass(cls) -> None:
+                super().setUpClass()
+                block = ExitStack()
+                cls.addClassCleanup(block.close)
+                cls.lease = block.enter_context(distributed_lock(key, timeout=0))
+
+            def test_one(self) -> None:
+                assert self.lease.held
+
+            test_two = test_one
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
+        assert result.wasSuccessful(), result.failures + result.errors
+        assert not Case.lease.held
 
     def test_emptied_table(self, committed: None, key: str) -> None:
         """Nor does a leftover of a table that was emptied end what comes after."""

@@ -156,8 +156,12 @@ class Hold:
         """Tell whether it is held, as far as this process knows."""
         if self._end or self.counted <= 0 or clock.monotonic() >= self.deadline:
             return False
+        return not self.is_over_with_its_test()
+
+    def is_over_with_its_test(self) -> bool:
+        """Tell whether it was granted in a ``TestCase`` that is over."""
         is_rolled_back = self.binding.is_rolled_back
-        return is_rolled_back is None or not is_rolled_back()
+        return is_rolled_back is not None and is_rolled_back()
 
     def remaining(self) -> float:
         """Return the seconds for which certainly nobody else can have the key."""

@@ -271,6 +271,11 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     # The caller's transactions
 
     def can_write(self) -> bool:
+        connection = connections[self.using]
+        # In a TestCase, a savepoint that is rolled back would take the entry along.
+        undoable = transactions.in_test_case(connection)
+        if undoable and transactions.in_transaction(connection):
+            return False
         return can_write(self.using)
 
     # Operators

@@ -66,9 +66,14 @@ _inherited: list[object] = []
 
 
 def is_alone(connection: Any) -> bool:
-    """Tell whether another connection wouldn't see what this one does."""
-    shared = dialects.of(connection).has_row_locks or not connection.is_in_memory_db()
-    return not shared or transactions.in_test_case(connection)
+    """Tell whether another connection can't see what this one sees."""
+    dialect = dialects.of(connection)
+    shared = dialect.has_row_locks or not connection.is_in_memory_db()
+    return (
+        not shared
+        or transactions.in_test_case(connection)
+        or (connection.in_atomic_block and dialect.keeps_readers_out(connection))
+    )
 
 
 @contextmanager

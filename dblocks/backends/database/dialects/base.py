@@ -198,6 +198,10 @@ class Dialect:
         """Return the seconds for which a statement waits for others by itself."""
         return 1.0
 
+    def keeps_readers_out(self, connection: Connection) -> bool:
+        """Tell whether others can't even read while a transaction is open."""
+        return False
+
     def limit(
         self, connection: Connection, patience: float | None, waited: float
     ) -> AbstractContextManager[object] | None:

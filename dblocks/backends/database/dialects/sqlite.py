@@ -114,6 +114,9 @@ class SQLite(Dialect):
     def sits_out(self, connection: Connection) -> float:
         return max(1.0, _timeout(connection))
 
+    def keeps_readers_out(self, connection: Any) -> bool:
+        return connection.transaction_mode == "EXCLUSIVE" and not _has_wal(connection)
+
     def limit(
         self, connection: Connection, patience: float | None, waited: float
     ) -> BusyTimeout | None:
