@@ -126,6 +126,8 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             queued=True,
         )
         patience = clock.monotonic() + PINNED_GRACE
+        # A new row's token is read from the floor.
+        transactions.note_row_lock(self.db, deletion.FLOOR)
         while True:
             answer = table.take(transactions.unpinned(self.db), request)
             if not isinstance(answer, Reading):

@@ -15,7 +15,7 @@ from django.utils.asyncio import async_unsafe
 from . import validation
 from .advice import warn_of_template
 from .backends.database import row_locks
-from .backends.database.transactions import in_transaction
+from .backends.database.transactions import in_transaction, transaction_is_open
 from .conf import DEFAULT_ALIAS, backends
 from .decorators.decoratable import refuse_bare
 from .decorators.functions import RowCalls
@@ -81,6 +81,7 @@ def transaction_lock(
             usable, except on MySQL and MariaDB at REPEATABLE READ, which may have to
             roll it back.
         LockError: On entering: the same owner has a lease on the key.
+        TransactionManagementError: On entering: autocommit is off without ``atomic()``.
         NotSupportedError: On entering: the locks are in another database, or in none.
     """
     if timeout is UNSET and len(keys) == 1:
@@ -180,6 +181,7 @@ class TransactionLock:
                 f"transaction.atomic(using={using!r}) around it."
             )
         _refuse_nesting(using, keys)
+        _refuse_without_autocommit(using)
         if in_transaction(connection):
             yield row_locks.lock_rows(using, keys, wait)
         elif connection.in_atomic_block:
@@ -195,6 +197,7 @@ class TransactionLock:
 def lock_row(using: str, key: str, wait: RowWait) -> Any:
     """Lock a key's row in the current transaction; see ``objects.for_update()``."""
     _refuse_nesting(using, [key])
+    _refuse_without_autocommit(using)
     rows = row_locks.lock_rows(using, [key], wait)
     return None if rows is None else rows[key]
 
@@ -209,3 +212,9 @@ def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
                     f"locked inside. Use one form, distributed_lock or "
                     f"transaction_lock, not both."
                 )
+
+
+def _refuse_without_autocommit(using: str) -> None:
+    """Raise if nobody sees where the transaction with the row ends."""
+    connections[using].ensure_connection()
+    transaction_is_open()

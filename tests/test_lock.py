@@ -17,7 +17,7 @@ from django.db import transaction
 
 from dblocks import Lease, LeaseLost, Lock, LockError, LockTimeout, clock
 from dblocks.backends.gates import Gate
-from dblocks.backends.values import Granted, Request
+from dblocks.backends.values import Granted, Reading, Request
 from dblocks.conf import backends
 from dblocks.waiting import queue
 from tests.support.fixtures import OtherThread, outranks
@@ -569,6 +569,39 @@ def test_timeouts_while_the_first_one_sleeps(
     engine.release(theirs.grant, count=None, deadline=clock.monotonic() + SLACK)
     if gate is not None:
         gate.leave()
+    other.do(waiting.result(timeout=DEADLINE).release)
+
+
+@pytest.mark.usefixtures("committed")
+def test_timeouts_while_the_first_one_looks(
+    lock: Locks,
+    other: OtherThread,
+    key: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who gives up doesn't have the first waiter ask for a key that is taken."""
+    engine = backends[backend]
+    # Not noted in this process.
+    theirs = engine.try_acquire(Request(key, "theirs", engine.lease), 0.0)
+    assert isinstance(theirs, Granted)
+    waiting = other.start(lock().acquire, timeout=DEADLINE)
+    until_somebody_waits(key, backend)
+    always(lambda: not waiting.done(), during=0.1, what="waiting")
+    asked: list[Request] = []
+    ask = engine.try_acquire
+
+    def note(request: Request, patience: float) -> Granted | Reading:
+        asked.append(request)
+        return ask(request, patience)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "try_acquire", note)
+        for _ in range(20):
+            with pytest.raises(LockTimeout):
+                lock(timeout=0.02).acquire()
+    assert len(asked) < 5
+    engine.release(theirs.grant, count=None, deadline=clock.monotonic() + SLACK)
     other.do(waiting.result(timeout=DEADLINE).release)
 
 

@@ -234,3 +234,64 @@ def test_token_rises_over_a_deletion_of_what_was_just_released(
         DistributedLock.objects.free().delete()
     with distributed_lock(key) as later:
         assert later.fencing_token > lease.fencing_token
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("remove", [delete_by_queryset, delete_by_instance])
+def test_token_rises_over_a_deletion_below_the_floor(
+    key: str, other: OtherThread, remove: Callable[[str], None]
+) -> None:
+    """A row that goes on during its deletion, past a floor that was above it."""
+
+    def grants(number: int, key: str = key) -> int:
+        with transaction.atomic():
+            table = DistributedLock.objects
+            for _ in range(number):
+                row = table.acquire(key, owner="o", lease=9)
+                assert row is not None
+                assert table.release(key, owner="o", version=row.version)
+            return row.version
+
+    floor = grants(1)
+    grants(2, f"{key}:pruned")
+    let_expire(f"{key}:pruned")
+    assert DistributedLock.objects.prune(timedelta(seconds=10)) == 1
+    seen: list[int] = []
+
+    def go_on_first(execute: Any, sql: str, *how: Any) -> Any:
+        if sql.startswith("DELETE") and not seen:
+            seen.append(other.do(grants, 5))
+        return execute(sql, *how)
+
+    with connection.execute_wrapper(go_on_first):
+        remove(key)
+    assert seen[0] > floor
+    assert not DistributedLock.objects.filter(pk=key).exists()
+    assert grants(1) > seen[0]
+
+
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("remove", [delete_by_queryset, delete_by_instance])
+@pytest.mark.parametrize("before", ["prune", "acquire"])
+def test_deletion_after_the_floor_was_locked(
+    key: str, other: OtherThread, remove: Callable[[str], None], before: str
+) -> None:
+    """A deletion doesn't wait for the transaction that it is part of."""
+    with distributed_lock(key) as lease:
+        token = lease.fencing_token
+
+    def change() -> None:
+        with transaction.atomic():
+            if before == "prune":
+                DistributedLock.objects.prune(timedelta(seconds=10))
+                lapse_and_prune(f"{key}:pruned")
+            else:
+                DistributedLock.objects.acquire(f"{key}:new", owner="o", lease=9)
+            remove(key)
+
+    distributed_lock(f"{key}:pruned").acquire(timeout=0).release()
+    changing = other.start(change)
+    eventually(changing.done, within=SLACK, what="the deletion")
+    changing.result()
+    with distributed_lock(key) as lease:
+        assert lease.fencing_token > token

@@ -21,6 +21,7 @@ from django.db import (
     connections,
     transaction,
 )
+from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
 from django.utils.decorators import method_decorator
@@ -812,3 +813,19 @@ def test_representation(key: str) -> None:
     assert (one.key, two.key) == (key, None)
     assert repr(one) == f"<TransactionLock {key!r} backend='default'>"
     assert repr(two) == f"<TransactionLock {key!r}, '{key}:2' backend='default'>"
+
+
+@pytest.mark.parametrize("setting", [True, False], ids=["set", "switched"])
+def test_autocommit_switched_off(committed: None, key: str, setting: bool) -> None:
+    """Nobody would see when the row is unlocked, and no row could be made apart."""
+    settings = connections["default"].settings_dict
+    connection.close()
+    settings["AUTOCOMMIT"] = not setting
+    if not setting:
+        connection.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionManagementError):
+            transaction_lock(key, timeout=0).__enter__()
+    finally:
+        settings["AUTOCOMMIT"] = True
+        connection.close()

@@ -204,19 +204,27 @@ class WaitQueues:
     def leave(
         self, backend: BaseBackend, key: str, permits: int, waiter: Waiter
     ) -> None:
-        """Leave the queue, if it is there, and wake the first of the others."""
+        """Leave the queue, if it is there, and tell the one who is first instead.
+
+        Nobody else: whoever is woken asks the engine, and hundreds may leave at a time.
+        """
         with self._mutex:
             of_key = self._queues.get((backend, key), {})
             queue = of_key.get(permits)
             if queue is None:
                 return
-            with suppress(ValueError):
+            was_first = queue.is_first(waiter)
+            try:
                 queue.waiters.remove(waiter)
+            except ValueError:
+                # An interrupt has ended the first try to leave, perhaps at this point.
+                was_first = True
             if not queue.waiters:
                 of_key.pop(permits, None)
             if not of_key:
                 self._queues.pop((backend, key), None)
-        queue.wake_first()
+        if was_first:
+            queue.wake_first()
 
     def is_abandoned(self, backend: BaseBackend, key: str) -> bool:
         """Tell whether it is useless to queue at a key's gate."""

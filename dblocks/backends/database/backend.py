@@ -218,14 +218,18 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         again = partial(table.release_again, deadline=deadline)
         own = connections[self.using]
-        return self._run(own, table.release, grant, count, again=again)
+        return self._run(
+            own, table.release, grant, count, again=again, one_statement=True
+        )
 
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, deadline: float
     ) -> set[Grant]:
         again = partial(several_rows.release_again, deadline=deadline)
         own = connections[self.using]
-        return self._run(own, several_rows.release, grants, count, again=again)
+        return self._run(
+            own, several_rows.release, grants, count, again=again, one_statement=True
+        )
 
     def undo_all(self, grants: Sequence[Grant]) -> None:
         self._run(connections[self.using], several_rows.undo, grants)

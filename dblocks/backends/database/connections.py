@@ -182,6 +182,7 @@ def run(
     patience: float | None = None,
     writes: bool = True,
     again: Callable[..., Any] | None = None,
+    one_statement: bool = False,
     answered: bool = False,
 ) -> T:
     """Run a lock operation outside the caller's transactions.
@@ -196,6 +197,7 @@ def run(
         operation: Gets the connection and the arguments.
         writes: Whether it writes; a SQLite transaction allows reads beside it.
         again: Replaces it once it may have been carried out and its answer was lost.
+        one_statement: On a connection that was dropped before, none of it was done.
         answered: The server has answered an earlier operation of this wait, so that it
             is waited for if it went away; as it is if this thread has met a connection
             that was dropped.
@@ -222,10 +224,9 @@ def run(
             seconds = _sits_out(connection, error, patience, attempt, reconnecting)
             if not _may_repeat(own, connection, error, started + seconds, reconnecting):
                 raise
-            lost = not reconnecting and dialect.is_lost(error)
-            dropped = dropped or lost
-            if again is not None and (lost or isinstance(error, ReplyLost)):
-                operation = again
+            dropped = dropped or dialect.is_lost(error)
+            if _may_be_done(dialect, error, reconnecting, one_statement):
+                operation = again or operation
             logger.debug("repeating database=%s error=%s", own.alias, error)
         finally:
             _thread.busy.remove(connection)
@@ -283,6 +284,17 @@ def _may_repeat(
     else:
         discard_beside(connection)
     return True
+
+
+def _may_be_done(
+    dialect: dialects.Dialect, error: Exception, reconnecting: bool, one_statement: bool
+) -> bool:
+    """Tell whether an operation may have been carried out without its answer."""
+    if isinstance(error, ReplyLost):
+        return True
+    if reconnecting or not dialect.is_lost(error):
+        return False
+    return not (one_statement and dialect.is_unsent(error))
 
 
 PATIENCE = 1.0

@@ -14,7 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.models import F, Max, Value
 from django.db.models.functions import Greatest
 
-from . import dialects, statements
+from . import dialects, statements, transactions
 from .connections import run, run_in_transaction
 from .execution import execute, fetch
 from .table import ensure_floor, numbered
@@ -22,7 +22,11 @@ from .table import ensure_floor, numbered
 T = TypeVar("T")
 
 SPARE = 1_000_000
-"""How far above the rows' tokens the floor is raised: more than they rise meanwhile."""
+"""How far the floor is raised above itself and the rows' tokens: more than those rise
+until the rows are deleted, also above what an old snapshot shows of them."""
+
+FLOOR = "\0floor"
+"""The floor among the rows that a transaction has locked. No key has a NUL."""
 
 
 def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
@@ -35,6 +39,7 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
     def delete(connection: Connection) -> int:
         # The floor first: an insert that waits for it reads the raised one.
         floor.select_for_update().get(pk=1)
+        transactions.note_row_lock(using, FLOOR)
         rows = stale.filter(key__in=keys).select_for_update(
             skip_locked=dialects.of(connection).has_row_locks
         )
@@ -54,10 +59,11 @@ def remove(rows: Any, delete: Callable[[Any], T]) -> T:
     """Have Django delete the rows of a queryset, held ones too.
 
     The floor's transaction is not the caller's, because nobody can make a row while a
-    transaction has the floor locked.
+    transaction has the floor locked; but if the caller's has, it would wait for itself.
     """
     own = connections[rows.db]
-    if dialects.of(own).has_row_locks:
+    has_floor = transactions.may_have_row_lock(own.alias, FLOOR)
+    if dialects.of(own).has_row_locks and not has_floor:
         floor = run(own, _raise_floor, _highest(rows))
     else:
         # A write first: after a read, SQLite doesn't wait for other writers.
@@ -71,11 +77,9 @@ def _highest(rows: Any) -> int:
 
 
 def _raise_floor(connection: Connection, version: int) -> int:
-    """Raise the floor above a token, if it isn't yet; return it."""
+    """Raise the floor far above a token, and above what it was; return it."""
     ensure_floor(connection)
     texts = statements.on(connection)
+    execute(connection, texts.raise_floor, {"version": version, "spare": SPARE})
     [(floor,)] = fetch(connection, texts.floor, {})
-    if floor < version:
-        floor = version + SPARE
-        execute(connection, texts.raise_floor, {"floor": floor})
     return int(floor)

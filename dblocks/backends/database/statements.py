@@ -167,8 +167,9 @@ class Statements:
 
     @cached_property
     def raise_floor(self) -> str:
-        higher = f"value < {self.dialect.integer('floor')}"
-        return f"UPDATE {FLOOR} SET value = %(floor)s WHERE id = 1 AND {higher}"
+        d = self.dialect
+        higher = f"{d.greatest}(value, {d.integer('version')}) + {d.integer('spare')}"
+        return f"UPDATE {FLOOR} SET value = {higher} WHERE id = 1"
 
     @cached_property
     def reenter(self) -> str:

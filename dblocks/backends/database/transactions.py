@@ -138,6 +138,11 @@ def note_row_lock(alias: str, key: str) -> None:
     )
 
 
+def may_have_row_lock(alias: str, key: str) -> bool:
+    """Tell whether the open transaction may have locked a key's row."""
+    return (alias, key) in _thread.row_locks and in_transaction(connections[alias])
+
+
 def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
     """Raise if the open transaction has locked a key's row.
 

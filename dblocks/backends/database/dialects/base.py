@@ -170,6 +170,10 @@ class Dialect:
         """Tell whether the error means that the connection is gone."""
         return False
 
+    def is_unsent(self, error: BaseException) -> bool:
+        """Tell whether the connection was gone before the statement came to be run."""
+        return False
+
     def is_undone(self, error: BaseException) -> bool:
         """Tell whether a statement that failed so has certainly changed nothing."""
         # An interrupt's arguments may look like a code.

@@ -115,6 +115,10 @@ class MySQL(Dialect):
     def is_lost(self, error: BaseException) -> bool:
         return isinstance(error, InterfaceError) or self.code(error) in self._LOST
 
+    def is_unsent(self, error: BaseException) -> bool:
+        # 2013 is what the drivers say if it may have been sent.
+        return self.code(error) in {2006, 4031}
+
     def isolation(self, connection: Any) -> str | None:
         # Django sets it when it connects.
         level: str | None = getattr(connection, "isolation_level", None)

@@ -162,6 +162,14 @@ class PostgreSQL(Dialect):
         # libpq's own errors, about the connection, have no state.
         return isinstance(error, (OperationalError, InterfaceError))
 
+    def is_unsent(self, error: BaseException) -> bool:
+        # The server ends no session between a commit and its reply with these; and what
+        # the drivers say of a connection that they know to be closed.
+        state = self.code(error)
+        if state is not None:
+            return state in {"57P01", "57P05", "25P03"}
+        return str(error) in {"the connection is closed", "connection already closed"}
+
     def isolation(self, connection: Any) -> str | None:
         # psycopg2 numbers the levels differently.
         level = getattr(connection, "isolation_level", None)
