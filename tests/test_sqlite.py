@@ -380,7 +380,7 @@ def test_exclusive_transactions(
     Nobody else changes anything meanwhile, so that they can look by themselves.
     """
     connection.ensure_connection()
-    monkeypatch.setattr(connection, "transaction_mode", "EXCLUSIVE")
+    monkeypatch.setitem(vars(connections["default"]), "transaction_mode", "EXCLUSIVE")
     with takes(at_most=1), transaction.atomic():
         with transaction_lock(key, timeout=DEADLINE):
             AccountFactory()
