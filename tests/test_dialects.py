@@ -205,7 +205,8 @@ def locked_gap(with_gaps: None, key: str) -> Iterator[None]:
 @pytest.mark.usefixtures("as_mysql")
 def test_interrupted_insert(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interrupt comes through, though PyMySQL has closed the connection."""
-    monkeypatch.setattr(connection, "isolation_level", "repeatable read")
+    mine = vars(connections["default"])
+    monkeypatch.setitem(mine, "isolation_level", "repeatable read")
 
     def interrupt(execute: Any, sql: str, *arguments: Any) -> Any:
         if not sql.startswith("INSERT"):

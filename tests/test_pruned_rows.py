@@ -195,20 +195,21 @@ def test_new_key_beside_a_deletion(
 ) -> None:
     """A deletion in an open transaction, or one that waits, holds up no other key."""
     distributed_lock(key).acquire(timeout=0).release()
-    trying = distributed_lock(f"{key}:new").try_acquire
+
+    def tried() -> Any:
+        attempt = threads().start(distributed_lock(f"{key}:new").try_acquire)
+        eventually(attempt.done, within=SLACK, what="the answer to a try")
+        return attempt.result()
+
     if stage == "done":
         with threads().in_transaction(lambda: remove(key)):
-            attempt = threads().start(trying)
-            eventually(attempt.done, within=SLACK, what="the answer to a try")
-            lease = attempt.result()
+            lease = tried()
     else:
         lock_row = DistributedLock.objects.for_update
         with threads().in_transaction(lambda: lock_row(key)):
             deleting = threads().start(remove, key)
             always(lambda: not deleting.done(), during=0.3, what="the wait")
-            attempt = threads().start(trying)
-            eventually(attempt.done, within=SLACK, what="the answer to a try")
-            lease = attempt.result()
+            lease = tried()
         deleting.result(timeout=DEADLINE)
     assert lease is not None
     lease.release()
