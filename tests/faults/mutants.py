@@ -179,6 +179,7 @@ MUTANTS = [
         TABLE,
         "            _renew_batch(connection, outcome, batch, lease, wait, overdue)",
         "            for grant in batch:\n"
+        "                apps = __import__('django.apps').apps.apps\n"
         "                rows = apps.get_model('dblocks', 'DistributedLock')\n"
         "                rows._base_manager.using(\n"
         "                    connection.alias\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.faults.__main__ import FAULTS, HERE, ROOT
 from tests.faults.mutants import ALL, MUTANTS
+from tests.topologies.test_condition_mutants import MUTANTS as TOPOLOGY_MUTANTS
 
 OF_THE_HARNESS = {"test_plan.py", "test_record.py"}
 """Modules that test what isn't used to judge a run."""
@@ -31,7 +32,7 @@ def test_every_fault_test_is_in_the_full_run() -> None:
 
 def test_mutants_are_mutants(tmp_path: Path) -> None:
     """Each changes what is there, and is tried every day where it is a fault."""
-    for number, mutant in enumerate(MUTANTS):
+    for number, mutant in enumerate([*MUTANTS, *TOPOLOGY_MUTANTS]):
         before = ROOT / "dblocks" / mutant.file
         copy = tmp_path / str(number)
         (copy / mutant.file).parent.mkdir(parents=True)
