@@ -375,6 +375,19 @@ def alter() -> Iterator[Callable[[str, str], None]]:
         run(sql)
 
 
+def test_table_without_the_key_column(alter: Callable[[str, str], None]) -> None:
+    """W001: a table that isn't dblocks', or that the user may not read.
+
+    PostgreSQL's catalog shows nobody the columns that they have no right to.
+    """
+    if connection.vendor == "sqlite":
+        pytest.skip("nothing is asked of the table on SQLite")
+    key, other = map(connection.ops.quote_name, ("key", "other"))
+    rename = f"ALTER TABLE {TABLE} RENAME COLUMN {{}} TO {{}}".format
+    alter(rename(key, other), rename(other, key))
+    assert "no column 'key'" in the_one("W001", found("default"))
+
+
 def test_table_without_transactions(alter: Callable[[str, str], None]) -> None:
     """W002: an engine without transactions."""
     if connection.vendor != "mysql":

@@ -124,6 +124,6 @@ class DatabaseChecks(BaseBackend):
             yield warning(
                 "W001",
                 f"The lock table in {self.using!r} can't be read: {fault}",
-                f"See that the database can be reached, and run manage.py migrate "
-                f"dblocks --database {self.using}.",
+                f"See that the database can be reached and its user may read the "
+                f"table, and run manage.py migrate dblocks --database {self.using}.",
             )

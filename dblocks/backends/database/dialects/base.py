@@ -275,6 +275,14 @@ class Dialect:
         """Yield what is wrong with the server or the table."""
         return iter(())
 
+    def ask_of_key(self, connection: Any, sql: str) -> Any:
+        """Return what the server's catalog has of the lock table's column ``key``."""
+        row = ask(connection, sql, [TABLE])
+        if row is None:
+            # A catalog may leave out what its reader has no right to.
+            raise DatabaseError("its user may not read it, or it has no column 'key'")
+        return row
+
     def check_collation(self, alias: str, collation: object) -> Iterator[CheckMessage]:
         if collation != self.exact_collation:
             yield warning(

@@ -217,13 +217,12 @@ class MySQL(Dialect):
         return sql.replace("SELECT", hint, 1)
 
     def findings(self, connection: Any) -> Iterator[CheckMessage]:
-        engine, collation = ask(
+        engine, collation = self.ask_of_key(
             connection,
             "SELECT t.engine, c.collation_name FROM information_schema.tables t "
             "JOIN information_schema.columns c USING (table_schema, table_name) "
             "WHERE t.table_schema = DATABASE() AND t.table_name = %s "
             "AND c.column_name = 'key'",
-            [TABLE],
         )
         if engine != "InnoDB":
             yield warning(

@@ -265,11 +265,10 @@ class PostgreSQL(Dialect):
         return {name for name, _ in taken}.intersection(names)
 
     def findings(self, connection: Connection) -> Iterator[CheckMessage]:
-        row = ask(
+        row = self.ask_of_key(
             connection,
             "SELECT collation_name FROM information_schema.columns "
             "WHERE table_name = %s AND column_name = 'key' "
             "AND table_schema = ANY (current_schemas(false))",
-            [TABLE],
         )
         yield from self.check_collation(connection.alias, row[0])
