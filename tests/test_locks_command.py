@@ -974,6 +974,13 @@ def test_release_refused(run: Run, arguments: list[str], words: str) -> None:
     assert DistributedLock.objects.held().count() == 1
 
 
+def test_advice_for_a_pattern_that_begins_with_a_dash(run: Run) -> None:
+    """Copied, it isn't taken for another option."""
+    LockFactory(held=True, key="-hello")
+    assert "write --key='-hel*', with list" in run("show", "--", "-hel*")[2]
+    assert "-hello" in run("list", "--key=-hel*")[1]
+
+
 @pytest.mark.parametrize(
     "arguments", [["--older-than", "1h"], ["--fencing-token", "1"]]
 )

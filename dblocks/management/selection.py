@@ -73,7 +73,9 @@ class Selection:
 def advice_for(key: str) -> str:
     """Say what to do about a key that no lock has."""
     if _MAGIC.search(key) and key.isprintable():
-        return f"for a pattern write --key {quote(key)}, with list or release"
+        # Behind a space, a dash would begin another option.
+        between = "=" if key[0] == "-" else " "
+        return f"for a pattern write --key{between}{quote(key)}, with list or release"
     return "manage.py locks list shows all"
 
 
