@@ -974,6 +974,15 @@ def test_release_refused(run: Run, arguments: list[str], words: str) -> None:
     assert DistributedLock.objects.held().count() == 1
 
 
+def test_database_beside_a_wrong_entry(run: Run, settings: Any) -> None:
+    """The default backend's entry is wrong: status 78, also with --database."""
+    settings.DBLOCKS = {"default": {"BACKEND": "dblocks.backends.nowhere.Backend"}}
+    for named in ([], ["--database", "default"]):
+        status, out, err = run("list", *named)
+        assert (status, out) == (78, "")
+        assert "nowhere" in err
+
+
 def test_advice_for_a_pattern_that_begins_with_a_dash(run: Run) -> None:
     """Copied, it isn't taken for another option."""
     LockFactory(held=True, key="-hello")

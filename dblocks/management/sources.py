@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
 from django.db import DatabaseError, InterfaceError, NotSupportedError, connections
 from django.db.models import Q
@@ -17,7 +18,13 @@ from ..models import DistributedLock, LockQuerySet
 from ..permits import span
 from .rendering import FREE, AnyLock
 from .selection import Selection
-from .statuses import bad_usage, database_failure, failure, find_backend
+from .statuses import (
+    bad_usage,
+    database_failure,
+    failure,
+    find_backend,
+    misconfigured,
+)
 
 PATIENCE = 10.0
 """Seconds for which a server that is away is waited for before a lock is forced."""
@@ -170,6 +177,10 @@ class Engine(Source):
 def source_of(database: str | None, backend: str | None) -> Source:
     """Return the table of a database, or what a backend keeps its locks in."""
     if database is not None:
-        return Table(database)
+        try:
+            return Table(database)
+        except ImproperlyConfigured as error:
+            # The model's manager looks at the default backend first.
+            raise misconfigured(error) from error
     engine = find_backend(backend or DEFAULT_ALIAS)
     return Table(engine.using) if engine.has_table else Engine(engine)
