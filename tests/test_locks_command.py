@@ -1303,6 +1303,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
         "not allowed with",
     ),
     "json and watch": (["list", "--json", "--watch"], "not allowed with"),
+    "watch without a pause": (["list", "--watch", "0"], "from 0.1 s to 366 days"),
     "long key": (["show", "k" * 256], "longer than 255"),
     "token": (["release", "k", "--fencing-token", "x"], "--fencing-token"),
     "permit": (["show", "k", "--permit", "x"], "--permit"),

@@ -13,6 +13,7 @@ from .parsing import BACKEND, DURATION, FLAG
 from .selection import ORDERS
 
 WATCH_EVERY = 2.0
+SHORTEST_WATCH = 0.1
 JSON = {
     **FLAG,
     "help": "Write JSON, whose fields stay as they are. Default: a text for people.",
@@ -54,8 +55,8 @@ def add_list_arguments(verb: CommandParser) -> None:
         **DURATION,
         nargs="?",
         const=WATCH_EVERY,
-        help="Redraw the table at this interval until interrupted. Default: draw it "
-        "once; --watch alone: 2.",
+        help="Redraw the table at this interval, at least 0.1, until interrupted. "
+        "Default: draw it once; --watch alone: 2.",
     )
 
 

@@ -19,6 +19,7 @@ from ... import validation
 from ...texts import visible
 from ..display import Display, Output
 from ..lock_options import (
+    SHORTEST_WATCH,
     add_common_arguments,
     add_list_arguments,
     add_prune_arguments,
@@ -176,7 +177,7 @@ exit status:
             return ordered(self.source.find(selection), sort)
 
         if watch is not None:
-            every = checked(validation.bounded, "--watch", watch)
+            every = checked(validation.bounded, "--watch", watch, SHORTEST_WATCH)
             self.display.watch(find, limit, every)
         elif json:
             self.display.write_json(self.display.facts(find()[:limit]))
