@@ -110,6 +110,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             lease: How long it is held unless it is renewed.
             holder: Who that is, for people.
             note: Free text for people.
+            permit: The number of a permit, from 0; ``None`` is a lock without permits.
 
         Returns:
             The row, or ``None`` if somebody else has the key. ``key``, ``owner`` and

@@ -87,13 +87,13 @@ def always(
         time.sleep(STEP)
 
 
-def quickest(action: Callable[[], object], times: int = 3) -> float:
-    """Return the seconds that the quickest of several calls takes.
+def quickest(action: Callable[[], object]) -> float:
+    """Return the seconds that the quickest of three calls takes.
 
     A server that waits for a processor delays one of them, hardly all.
     """
     took = []
-    for _ in range(times):
+    for _ in range(3):
         began = time.monotonic()
         action()
         took.append(time.monotonic() - began)
