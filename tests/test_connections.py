@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import (
     OperationalError,
     close_old_connections,
@@ -209,8 +210,8 @@ TOO_LONG = 10
 def patient(committed: None, settings: Any) -> Iterator[Callable[..., str]]:
     """Make a backend whose database has other options; its alias."""
 
-    def make(**options: Any) -> str:
-        return beside(settings, "patient", OPTIONS=options)
+    def make(autocommit: bool = True, **options: Any) -> str:
+        return beside(settings, "patient", AUTOCOMMIT=autocommit, OPTIONS=options)
 
     before = sessions()
     yield make
@@ -260,6 +261,34 @@ def test_renewals_network_timeouts(
     for params in connected:
         for name, unit in bounds.items():
             assert int(params[name]) <= min(seconds, TOO_LONG) * unit, name
+
+
+class Uncopied(int):
+    """As an ``SSLContext``, which is an option of PyMySQL's."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot pickle it")
+
+
+def test_options_that_cant_be_copied(key: str, patient: Callable[..., str]) -> None:
+    """Locks beside a transaction, waiters' and renewals' connections do without."""
+    backend = patient(connect_timeout=Uncopied(30))
+    with transaction.atomic("patient"):
+        lease = distributed_lock(key, backend=backend, lease=scaled(1)).acquire()
+    end = stored(key).expires_at
+    eventually(lambda: stored(key).expires_at > end, what="a renewal")
+    assert lease.release()
+
+
+def test_database_without_autocommit(key: str, patient: Callable[..., str]) -> None:
+    """What runs on connections of dblocks' own is committed there too."""
+    lock = distributed_lock(key, backend=patient(autocommit=False), lease=scaled(1))
+    lease = async_to_sync(lock.aacquire)(timeout=0)
+    end = stored(key).expires_at
+    assert distributed_lock(key).locked()
+    eventually(lambda: stored(key).expires_at > end, what="a renewal")
+    assert async_to_sync(lease.arelease)()
+    assert not distributed_lock(key).locked()
 
 
 @pytest.mark.parametrize("collisions", [LEAST_REPEATS, LEAST_REPEATS + 1])

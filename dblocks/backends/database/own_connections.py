@@ -60,12 +60,15 @@ def separate_connection(alias: str, **limits: int) -> Connection:
 
     Of a driver option in ``limits`` and in the settings, the smaller value counts.
     """
-    # Not connections.create_connection(): a copy uses the test database too.
-    connection: Connection = connections[alias].copy()
-    options = connection.settings_dict["OPTIONS"]
+    own = connections[alias]
+    options = {**own.settings_dict["OPTIONS"]}
     options.pop("pool", None)
     for name, limit in limits.items():
         options[name] = min(int(options.get(name) or limit), limit)
+    # Its own settings, which name the test database too. Not copy(), for options that
+    # can't be copied, such as an SSLContext. What nobody commits, nobody else sees.
+    settings = {**own.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
+    connection: Connection = type(own)(settings, alias)
     # Its thread may end before it is closed.
     connection.inc_thread_sharing()
     _open.add(connection)
