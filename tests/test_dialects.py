@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 from django.core.checks import run_checks
-from django.db import OperationalError, connection, connections, transaction
+from django.db import (
+    InterfaceError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
@@ -200,6 +206,22 @@ def locked_gap(with_gaps: None, key: str) -> Iterator[None]:
         )
         yield
         cursor.execute("ROLLBACK")
+
+
+@pytest.mark.usefixtures("as_mysql")
+@pytest.mark.parametrize("keys", [1, 2])
+def test_owners_release_that_pymysql_has_not_sent(key: str, keys: int) -> None:
+    """After it has closed a connection, all that it says is that."""
+    lock = distributed_lock(*[f"{key}{n}" for n in range(keys)], owner="me", lease=60)
+    lease = lock.acquire(timeout=0)
+
+    def refuse(*arguments: Any) -> Any:
+        raise InterfaceError(0, "")
+
+    with connection.execute_wrapper(refuse):
+        assert lease.release() is True
+    connection.close()
+    assert not lock.locked()
 
 
 @pytest.mark.usefixtures("as_mysql")

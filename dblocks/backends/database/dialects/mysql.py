@@ -116,8 +116,10 @@ class MySQL(Dialect):
         return isinstance(error, InterfaceError) or self.code(error) in self._LOST
 
     def is_unsent(self, error: BaseException) -> bool:
-        # 2013 is what the drivers say if it may have been sent.
-        return self.code(error) in {2006, 4031}
+        # 2013 is what the drivers say if it may have been sent. The empty error is what
+        # they say of a connection that they know to be closed.
+        closed = isinstance(error, InterfaceError) and error.args == (0, "")
+        return closed or self.code(error) in {2006, 4031}
 
     def isolation(self, connection: Any) -> str | None:
         # Django sets it when it connects.
