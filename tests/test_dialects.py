@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from enum import IntEnum
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from dblocks.backends.gates import GateClosed
 from dblocks.conf import backends
 from dblocks.models import DistributedLock, TokenFloor
 from tests.support.factories import AccountFactory
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, beside
 from tests.support.processes import Workers
 from tests.support.services import MariaDB
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
@@ -222,6 +223,29 @@ def test_owners_release_that_pymysql_has_not_sent(key: str, keys: int) -> None:
         assert lease.release() is True
     connection.close()
     assert not lock.locked()
+
+
+@pytest.mark.usefixtures("as_mysql")
+def test_servers_that_files_name(settings: Any, tmp_path: Path) -> None:
+    """Each is asked what it is, and for the name of its database."""
+    its = connection.settings_dict
+    lines = [f"{name.lower()}={its[name]}" for name in ("HOST", "PORT", "USER")]
+    lines += [f"password={its['PASSWORD']}", f"database={its['NAME']}"]
+    nothing = dict.fromkeys(("HOST", "PORT", "USER", "PASSWORD", "NAME"), "")
+    found = []
+    for alias in ("one", "two"):
+        path = tmp_path / alias
+        path.write_text("\n".join(["[client]", *lines]))
+        options = {"read_default_file": str(path)}
+        beside(settings, alias, OPTIONS=options, **nothing)
+        try:
+            found.append(dialects.of(connections[alias]))
+            name = found[-1].session_lock_name
+            assert name(connections[alias], "key") == name(connection, "key")
+        finally:
+            connections[alias].close()
+            del connections[alias], connections.settings[alias]
+    assert found[0] is not found[1]
 
 
 @pytest.mark.usefixtures("as_mysql")

@@ -45,7 +45,7 @@ def _take(
         return None
     sql, values = table.granting(connection, request, "grant_all", len(keys))
     values |= table.numbered(keys)
-    values["database"] = str(connection.settings_dict["NAME"])
+    values["database"] = dialect.database(connection)
     try:
         if dialect.returns_rows:
             granted = new_versions(connection, sql, values)

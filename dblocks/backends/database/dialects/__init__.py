@@ -27,7 +27,10 @@ _LOOKALIKES = {
 }
 """Parts of the version by which servers that imitate another one are known."""
 
-_servers: dict[tuple[str, str, str], Dialect] = {}
+_PLACE = "host", "port", "unix_socket", "read_default_file", "read_default_group"
+"""Options of MySQL's drivers that may say where the server is."""
+
+_servers: dict[tuple[str, ...], Dialect] = {}
 
 
 def of(connection: Connection) -> Dialect:
@@ -66,9 +69,10 @@ def _find(connection: Connection) -> Dialect:
     return _servers[server]
 
 
-def _server(connection: Connection) -> tuple[str, str, str]:
+def _server(connection: Connection) -> tuple[str, ...]:
     settings = connection.settings_dict
-    return settings["ENGINE"], settings["HOST"], settings["PORT"]
+    place = map(settings["OPTIONS"].get, _PLACE)
+    return tuple(map(str, (*map(settings.get, ("ENGINE", "HOST", "PORT")), *place)))
 
 
 def _postgresql_version(connection: Any) -> str:

@@ -238,6 +238,10 @@ class Dialect:
         """Bound how long an insert waits for a transaction that has locked a gap."""
         return nullcontext()
 
+    def database(self, connection: Connection) -> str:
+        """The database's name, which is a part of a session lock's."""
+        return str(connection.settings_dict["NAME"])
+
     #: What a key's session lock is called.
     session_lock_name: Callable[[Connection, str], str | int]
 

@@ -174,10 +174,19 @@ class MySQL(Dialect):
             raise
         ask(connection, change, [before])
 
+    def database(self, connection: Connection) -> str:
+        name = super().database(connection)
+        if name:
+            return name
+        # A file of the driver's has it.
+        known = connection.__dict__
+        if "_dblocks_database" not in known:
+            (known["_dblocks_database"],) = ask(connection, "SELECT DATABASE()")
+        return str(known["_dblocks_database"])
+
     def session_lock_name(self, connection: Connection, key: str) -> str:
         # Of the whole server, at most 64 characters, and not case-sensitive.
-        database = str(connection.settings_dict["NAME"])
-        return f"dblocks:{digest(database, key).hex()[:40]}"
+        return f"dblocks:{digest(self.database(connection), key).hex()[:40]}"
 
     def waits_for_all(self, connection: Any) -> bool:
         # The drivers but one wait in C, which gevent can't interrupt.
@@ -191,7 +200,7 @@ class MySQL(Dialect):
         return bool(ask(connection, "SELECT GET_LOCK(%s, %s)", [name, seconds])[0])
 
     def try_migration_lock(self, connection: Connection) -> bool:
-        database = digest("migrate", str(connection.settings_dict["NAME"])).hex()
+        database = digest("migrate", self.database(connection)).hex()
         return self.take_session_lock(connection, f"dblocks{database[:40]}", 0)
 
     try_session_lock = "SELECT GET_LOCK(%s, 0)"
