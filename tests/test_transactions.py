@@ -217,6 +217,27 @@ def test_autocommit_switched_off(lock: Locks, acquire: Leases, verb: str) -> Non
         transaction.set_autocommit(True)
 
 
+@pytest.mark.database_backend
+@pytest.mark.parametrize("verb", ["force_release", "request_release", "prune"])
+def test_operators_verbs_with_autocommit_off(
+    committed: None, key: str, verb: str
+) -> None:
+    """What nobody commits isn't said to be done."""
+    held = verb != "prune"
+    assert locks.acquire(key, owner="me", lease=60 if held else 0.1)
+    if not held:
+        let_expire(key)
+    arguments: list[Any] = [key] if held else [0]
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(TransactionManagementError, match="Autocommit is off"):
+            getattr(locks, verb)(*arguments)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert stored(key).owner == "me"
+
+
 @pytest.mark.needs("has_table")
 def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
     """SQLite has one writer: a lock inside atomic() is refused, with advice."""

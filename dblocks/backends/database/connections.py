@@ -128,15 +128,19 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
             return connection
         connection.ensure_connection()
     if not connection.autocommit:
-        raise TransactionManagementError(
-            f"Autocommit is off on the database {alias!r} without atomic(): a lock "
-            f"operation would join that transaction. Use transaction.atomic()."
-        )
+        raise _autocommit_is_off(connection)
     if _thread.unusable:
         if _thread.unusable.get(alias) is connection.connection:
             return connection_beside(alias)
         _thread.unusable.pop(alias, None)
     return connection
+
+
+def _autocommit_is_off(connection: Connection) -> TransactionManagementError:
+    return TransactionManagementError(
+        f"Autocommit is off on the database {connection.alias!r} without atomic(): a "
+        f"lock operation would join that transaction. Use transaction.atomic()."
+    )
 
 
 def _would_use_pool(connection: Connection) -> bool:
@@ -305,8 +309,13 @@ def run_in_transaction(using: str, act: Callable[[Connection], T]) -> T:
     """Act in a transaction, which is repeated if the database asks for that.
 
     Inside the caller's transaction it isn't repeated.
+
+    Raises:
+        TransactionManagementError: Autocommit is off, so that nothing is committed.
     """
     connection = transaction.get_connection(using)
+    if not (connection.in_atomic_block or connection.get_autocommit()):
+        raise _autocommit_is_off(connection)
     give_up, attempt = clock.monotonic() + PATIENCE, 0
     while True:
         try:
