@@ -217,7 +217,7 @@ def test_autocommit_switched_off(lock: Locks, acquire: Leases, verb: str) -> Non
         transaction.set_autocommit(True)
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.parametrize("verb", ["force_release", "request_release", "prune"])
 def test_operators_verbs_with_autocommit_off(
     committed: None, key: str, verb: str
