@@ -17,7 +17,7 @@ from dblocks import LeaseLost, LockTimeout, distributed_lock
 from tests.support.processes import resume, stop
 from tests.support.services import HOST, Redis
 from tests.support.timing import DEADLINE, eventually
-from tests.test_redis import BACKEND, token_of
+from tests.test_redis import BACKEND, engine, token_of
 
 T = TypeVar("T")
 
@@ -141,6 +141,39 @@ def test_failover(service: tuple[Redis, Redis], key: str, fault: str) -> None:
         resume(master.pid)
         until_role(master, "slave")
         assert token_of(key) > (lease.fencing_token or 0)
+
+
+def fails_over(watch: Any) -> bool:
+    with suppress(RedisError):
+        return bool(watch.sentinel_failover("service"))
+    return False
+
+
+@pytest.mark.timeout(90)
+def test_master_of_old_that_goes_on(
+    service: tuple[Redis, Redis], settings: Any, key: str
+) -> None:
+    """Sentinel leaves it a master for ten seconds if somebody asks for a failover.
+
+    Once a connection has led to the new one, nobody asks the old one any more.
+    """
+    _, replica = service
+    client = engine()._server.client
+    under_way = [client._take() for _ in range(2)]
+    [(_, port)] = settings.DBLOCKS["default"]["OPTIONS"]["sentinels"]
+    watch: Any = redis.Redis(HOST, port, decode_responses=True)
+    with closing(watch):
+        # It may not have heard yet how far the replica is.
+        eventually(lambda: fails_over(watch), what="the failover")
+        eventually(
+            lambda: watch.sentinel_master("service")["port"] == replica.port,
+            what="the news of it",
+        )
+    lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    for connection in under_way:
+        client._give_back(connection)
+    assert distributed_lock(key, owner="other").try_acquire() is None
+    assert lease.release() is True
 
 
 @pytest.mark.timeout(90)

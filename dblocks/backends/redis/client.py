@@ -109,6 +109,8 @@ class Client:
         self._patience = patience
         self._pid = os.getpid()
         self._idle: deque[Any] = deque()
+        #: Where the latest connection leads: of a service, to its master.
+        self._leads_to: tuple[Any, ...] = ()
         #: The server's name without user and password.
         self.name = _name(alias, location)
         try:
@@ -195,6 +197,7 @@ class Client:
             try:
                 connection.connect()
                 self._meet(connection)
+                self._heed(connection)
             except Exception as error:
                 connection.disconnect()
                 # One of redis-py's frames keeps an error that keeps the frame, and with
@@ -205,8 +208,16 @@ class Client:
                 raise
             return connection
 
+    def _heed(self, connection: Any) -> None:
+        """Leave the master of old, which may not know yet that there is another."""
+        address = _leads_to(connection)
+        if address != self._leads_to:
+            self._leads_to = address
+            self.close()
+
     def _give_back(self, connection: Any) -> None:
-        if len(self._idle) < KEPT_IDLE and self._pid == os.getpid():
+        is_useful = self._pid == os.getpid() and _leads_to(connection) == self._leads_to
+        if len(self._idle) < KEPT_IDLE and is_useful:
             self._idle.append(connection)
         else:
             connection.disconnect()
@@ -296,6 +307,11 @@ class Client:
     def close(self) -> None:
         """Close the connections that nobody uses."""
         _close(self._idle)
+
+
+def _leads_to(connection: Any) -> tuple[Any, ...]:
+    # A Unix socket has neither; of a service, they are those of its master.
+    return getattr(connection, "host", None), getattr(connection, "port", None)
 
 
 def _close(connections: deque[Any]) -> None:
