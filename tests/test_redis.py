@@ -400,15 +400,34 @@ def test_answers_that_pass(here: Any, key: str, threads: Threads, fault: str) ->
         back.start()
     else:
         here.config_set("lua-time-limit", 10)
-        busy = "local till = os.clock() + 0.5 while os.clock() < till do end"
-        threads().start(here.eval, busy, 0)
-        time.sleep(0.1)
+        make_busy(here, threads)
     free = threads().start(distributed_lock(f"{key}:free", timeout=DEADLINE).acquire)
     assert lease.release() is True
     for answer in (waiter, free):
         assert answer.result(timeout=DEADLINE).release() is True
     if back.ident:
         back.join()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("database", ["0", "1"])
+def test_connection_to_a_busy_server(
+    settings: Any, key: str, threads: Threads, database: str, protocol: int
+) -> None:
+    """It is as busy to who connects, chooses a database and asks for the cluster."""
+    with Redis(arguments=["--lua-time-limit", "10"]) as server:
+        use(settings, f"{server.url(database)}?protocol={protocol}")
+        make_busy(redis.Redis.from_url(server.url()), threads)
+        with distributed_lock(key, timeout=DEADLINE):
+            pass
+
+
+def make_busy(inside: Any, threads: Threads) -> None:
+    """Have a server run a script of somebody else for half a second."""
+    threading.Timer(0.6, inside.script_kill).start()
+    script = threads().start(inside.eval, "while true do end", 0)
+    time.sleep(0.1)
+    assert not script.done()
 
 
 def blocked(inside: Any) -> list[int]:

@@ -76,7 +76,8 @@ Part = tuple[Sequence[str], Sequence[Argument]]
 """One lock's share of the keys and arguments of a script."""
 
 
-def _meant(error: ResponseError) -> ResponseError:
+def meant(error: ResponseError) -> ResponseError:
+    """Return an error of the class that says what it means."""
     code = _CODE.search(str(error))
     return _MEANINGS[code[1]](str(error)) if code else error
 
@@ -165,7 +166,7 @@ class Client:
                 raise TimeoutError("no answer")
             answer = connection.read_response()
         except ResponseError as error:
-            error = _meant(error)
+            error = meant(error)
             if isinstance(error, ReadOnlyError):
                 # It is no longer the primary; its name may lead to the one that is.
                 connection.disconnect()
@@ -205,6 +206,9 @@ class Client:
                 cause = error.__context__
                 while cause is not None:
                     cause.__traceback__, cause = None, cause.__context__
+                if isinstance(error, ResponseError):
+                    # A busy server refuses to choose a database.
+                    raise meant(error) from None
                 raise
             return connection
 

@@ -27,7 +27,16 @@ from redis.exceptions import (
 )
 
 from ... import clock
-from .client import PATIENCE, UNREACHABLE, Argument, Client, Part, packed
+from .client import (
+    PATIENCE,
+    UNREACHABLE,
+    Argument,
+    Client,
+    Part,
+    may_pass,
+    meant,
+    packed,
+)
 from .prelude import Script
 
 SLOTS = ("CLUSTER", "SLOTS")
@@ -162,7 +171,7 @@ class ClusterClient(Client):
             try:
                 self._note(connection.read_response(), self)
             except ResponseError as error:
-                if mode is not None or isinstance(error, ClusterDownError):
+                if mode is not None or may_pass(meant(error)):
                     raise
         self._met = True
 
