@@ -383,6 +383,29 @@ def test_down_when_a_waiter_queues(
         answer.result(timeout=DEADLINE).release()
 
 
+@pytest.mark.parametrize("fault", ["killed", "read-only"])
+def test_end_of_a_wait_at_a_server_that_fails(
+    settings: Any, key: str, threads: Threads, fault: str
+) -> None:
+    """The error comes when the caller's time is over, not a second or two later."""
+    with Redis() as server:
+        use(settings, server.url(), "second")
+        lease = distributed_lock(key, lease=60).acquire(timeout=0)
+        waits = distributed_lock(key, backend="second", timeout=1.5)
+        waiter = threads().start(waits.acquire)
+        inside: Any = redis.Redis.from_url(server.url())
+        eventually(lambda: blocked(inside), what="the waiter at its bell")
+        with takes(0.5, 1.5 + SLACK / 2), pytest.raises(RedisError):
+            if fault == "killed":
+                server.kill()
+            else:
+                inside.replicaof(HOST, 1)
+            waiter.result(timeout=DEADLINE)
+        server.start()
+        inside.replicaof("NO", "ONE")
+        assert lease.release() is True
+
+
 @pytest.mark.parametrize("fault", ["unblocked", "no replicas", "busy"])
 def test_answers_that_pass(here: Any, key: str, threads: Threads, fault: str) -> None:
     """They fail nobody who has time: a waiter, one that begins to wait, a release."""

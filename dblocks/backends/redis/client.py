@@ -233,14 +233,17 @@ class Client:
         arguments: Sequence[Argument] = (),
         *,
         patience: float = 0.0,
+        is_patient: bool = True,
     ) -> Any:
         """Run a script, again where a fault may pass.
 
         Args:
             patience: For how many seconds faults may be sat out, if that is longer
                 than the client's own.
+            is_patient: Whether they may be sat out at all.
         """
-        give_up = clock.monotonic() + max(patience, self._patience)
+        longest = max(patience, self._patience) if is_patient else 0.0
+        give_up = clock.monotonic() + longest
         pause = 0.0
         while True:
             try:

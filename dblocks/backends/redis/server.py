@@ -199,9 +199,9 @@ class Server:
     # The queue
 
     def queue(
-        self, request: Request, ticket: str, seconds: float
+        self, request: Request, ticket: str, seconds: float, slack: float = 0.0
     ) -> tuple[bool, float]:
-        """Queue for a key for so long.
+        """Queue for a key for so long, and a slack.
 
         Returns:
             Whether it is free for this waiter, and if not, after how many seconds to
@@ -211,7 +211,7 @@ class Server:
         is_free, turn = self.client.run(
             scripts.QUEUE,
             [*self._queue(request.key), *map(self.row, keys)],
-            [ticket, _micro(seconds)],
+            [ticket, _micro(seconds + slack)],
             patience=seconds,
         )
         return bool(is_free), turn / MICRO
@@ -237,9 +237,9 @@ class Server:
 
     def leave(self, key: str, ticket: str) -> None:
         """Leave the queue."""
-        self.client.run(
-            scripts.LEAVE, [*self._queue(key), self._bell(key, ticket)], [ticket]
-        )
+        # The caller's time may be over; the queue forgets who doesn't ask again.
+        names = [*self._queue(key), self._bell(key, ticket)]
+        self.client.run(scripts.LEAVE, names, [ticket], is_patient=False)
 
     def _reading(self, answer: Sequence[Any]) -> Reading:
         if not answer:
