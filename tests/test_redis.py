@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from dblocks import Lease, LeaseLost, LockTimeout, clock, distributed_lock, signals
 from dblocks.backends.redis import scripts
 from dblocks.backends.redis.backend import RedisBackend
+from dblocks.backends.redis.prelude import Script
 from dblocks.backends.values import Grant, Granted, Renewal, Request
 from dblocks.conf import backends
 from tests.faults.clocks import faketime
@@ -42,7 +44,7 @@ from tests.faults.history import verify
 from tests.faults.proxy import Proxy
 from tests.support.alarms import alarms
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Worker, Workers, resume, run_python, stop
+from tests.support.processes import ROOT, Worker, Workers, resume, run_python, stop
 from tests.support.services import HOST, Redis
 from tests.support.timing import (
     DEADLINE,
@@ -702,6 +704,23 @@ def test_sentinel_takes_what_the_url_says(settings: Any) -> None:
     assert pool.connection_kwargs["password"] == "s3cret"
     assert pool.connection_kwargs["db"] == 7
     assert "SSL" in pool.connection_class.__name__
+
+
+def test_user_with_few_commands(settings: Any, shared: Redis, key: str) -> None:
+    """Those that the documentation names are enough, and the scripts use no others."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    rules = re.findall(r"(?:^| )(\+[a-z|]+)", page, re.MULTILINE)
+    inside: Any = redis.Redis.from_url(shared.url())
+    may = {"enabled": True, "keys": ["dblocks:*"], "commands": rules}
+    inside.acl_setuser("few", reset=True, passwords=["+x"], **may)
+    use(settings, f"redis://few:x@{HOST}:{shared.port}/1", "second")
+    lease = distributed_lock(key).acquire(timeout=0)
+    assert engine().request_release(key) is True
+    assert [entry.key for entry in engine().entries(key)] == [key]
+    assert lease.release() is True
+    texts = "".join(each.text for each in vars(scripts).values() if type(each) is Script)
+    used = {name.lower() for name in re.findall(r"redis\.call\('([A-Z]+)'", texts)}
+    assert used <= {rule[1:] for rule in rules}
 
 
 def test_unix_socket(settings: Any, shared: Redis, key: str) -> None:
