@@ -74,9 +74,7 @@ class Doorbell(Gate):
         if self._left:
             return False
         until = clock.monotonic() + seconds
-        is_free, turn = self._server.queue(
-            self._request, self._ticket, seconds, SLACK
-        )
+        is_free, turn = self._server.queue(self._request, self._ticket, seconds, SLACK)
         return is_free or self._listen(min(until - clock.monotonic(), turn))
 
     def _leave_if_left(self) -> None:
