@@ -662,7 +662,22 @@ def test_file_that_root_makes(tmp_path: Path) -> None:
     assert made.stat().st_uid == 0
 
 
-# What a reader of this engine found
+@pytest.mark.usefixtures("queue")
+def test_file_in_a_folder_that_a_group_shares(tmp_path: Path) -> None:
+    """Whoever can write the database can write it, whatever the umask was."""
+    shared = tmp_path / "shared"
+    shared.touch()
+    shared.chmod(0o664)
+    umask = os.umask(0o077)
+    try:
+        file_locks._Descriptor(str(shared))
+    finally:
+        os.umask(umask)
+    made = Path(f"{shared}{file_locks.SUFFIX}")
+    assert made.stat().st_mode & 0o777 == 0o664
+
+
+# Gates that are interrupted, or too many
 
 
 @pytest.mark.usefixtures("queue")
@@ -1141,6 +1156,27 @@ def test_too_many_queues(
     with pytest.raises(GateClosed):
         gate.enter(1)
     assert not gate.held
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize("permits", [1, 20])
+def test_many_keys_leave_files_to_open(
+    key: str, permits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds many keys, one by one, goes on without gates, and excludes others."""
+    most = len(file_locks._File.all_open) + 5
+    monkeypatch.setattr(file_locks, "MOST_OPEN", most)
+    with ExitStack() as stack:
+        for number in range(20):
+            name = key if permits > 1 else f"{key}:{number}"
+            owner = f"owner {number}"
+            held = distributed_lock(name, owner=owner, permits=permits, timeout=0)
+            stack.enter_context(held)
+        assert len(file_locks._File.all_open) <= most
+        last = distributed_lock(name, permits=permits, timeout=STEP)
+        with pytest.raises(LockTimeout):
+            last.acquire()
+    assert last.acquire().release()
 
 
 @pytest.mark.usefixtures("queue")

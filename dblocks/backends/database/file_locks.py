@@ -53,6 +53,12 @@ AVAILABLE = (
 KEPT_IDLE = 32
 """The most descriptors of a file that are kept for later gates: of a set, all."""
 
+MOST_OPEN = 256
+"""The most open descriptors with which another gate is entered.
+
+A process may often open no more than 1,024 files, and SQLite needs some for each write.
+"""
+
 MOST_ASKERS = 64
 """The most threads of this process that queue in the kernel; others do without."""
 
@@ -75,12 +81,13 @@ class _File:
 
     def open(self, path: str) -> None:
         self.name = path + SUFFIX
-        # As SQLite does for its own files next to the database: what root makes, the
-        # database's owner can open.
+        # As SQLite does for its own files next to the database: whoever can open that
+        # can open them, whatever this process's umask; what root makes is its owner's.
         database = os.stat(path)
         mode = database.st_mode & 0o666
         try:
             self.number = os.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            os.fchmod(self.number, mode)
             if os.geteuid() == 0:
                 os.fchown(self.number, database.st_uid, database.st_gid)
         except FileExistsError:
@@ -264,6 +271,8 @@ class FileLock(Gate):
 
     def try_enter(self) -> bool:
         """Enter if nobody has the key's byte or queues for it."""
+        if len(_File.all_open) >= MOST_OPEN:
+            raise GateClosed
         try:
             descriptor = _Descriptor.take(self._path)
             if descriptor.is_free(self._byte + 1) and descriptor.lock(self._byte):
