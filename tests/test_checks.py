@@ -207,7 +207,7 @@ def server_like(vendor: str, version: Any) -> Any:
         display_name=vendor.title(),
         connection=SimpleNamespace(info=info),
         mysql_server_info=version,
-        settings_dict={"ENGINE": "", "HOST": str(version), "PORT": ""},
+        settings_dict={"ENGINE": "", "HOST": str(version), "PORT": "", "OPTIONS": {}},
     )
 
 
