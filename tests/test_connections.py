@@ -18,7 +18,7 @@ from django.db import (
 
 from dblocks import distributed_lock, transaction_lock
 from dblocks.backends.database import connections as database_connections
-from dblocks.backends.database import dialects
+from dblocks.backends.database import dialects, own_connections
 from dblocks.backends.database.connections import LEAST_REPEATS
 from dblocks.test import hold_elsewhere
 from tests.support.factories import stored
@@ -278,6 +278,20 @@ def test_options_that_cant_be_copied(key: str, patient: Callable[..., str]) -> N
     end = stored(key).expires_at
     eventually(lambda: stored(key).expires_at > end, what="a renewal")
     assert lease.release()
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [(30, 5), (2, 2), (0.5, 0.5), ("2.5", "2.5"), (None, 5), (0, 5), (-1, 5)],
+)
+def test_shorter_of_two_waits(
+    patient: Callable[..., str], given: object, used: object
+) -> None:
+    """Some drivers know fractions, and some wait for ever at zero or below."""
+    alias = patient(connect_timeout=given)
+    apart = own_connections.separate_connection(alias, connect_timeout=5)
+    assert apart.settings_dict["OPTIONS"]["connect_timeout"] == used
+    own_connections.close(apart)
 
 
 def test_database_without_autocommit(key: str, patient: Callable[..., str]) -> None:

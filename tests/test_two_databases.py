@@ -55,6 +55,24 @@ def test_row_is_in_the_other_database(apart: Callable[..., Lock], key: str) -> N
         assert not DistributedLock.objects.filter(pk=key).exists()
 
 
+class ReadsData:
+    """Reads everything from the data's database, as from a replica."""
+
+    def db_for_read(self, model: type, **hints: Any) -> str:
+        return "default"
+
+
+def test_row_is_read_where_it_is(key: str, settings: Any) -> None:
+    """What a row has not loaded yet doesn't come from where the router reads."""
+    settings.DATABASE_ROUTERS = [ReadsData()]
+    row = locks.acquire(key, owner="me", lease=60, note="mine")
+    assert row is not None
+    assert row.note == "mine"
+    locks.force_release(key)
+    row.refresh_from_db()
+    assert row.owner == ""
+
+
 def test_backends_are_independent(apart: Callable[..., Lock], key: str) -> None:
     """The same key in two backends is two locks."""
     with apart(), distributed_lock(key, owner="somebody else").acquire(timeout=0):

@@ -702,8 +702,8 @@ MUTANTS = [
     Mutant(
         "renewals wait as long as the project",
         "backends/database/own_connections.py",
-        "min(int(options.get(name) or limit), limit)",
-        "int(options.get(name) or limit)",
+        "if not 0 < float(options.get(name) or 0) <= limit:",
+        "if not 0 < float(options.get(name) or 0):",
         ("tests/test_connections.py::test_renewals_network_timeouts[longer]",),
         quick=POSTGRESQL,
         engines=SERVERS,

@@ -64,7 +64,9 @@ def separate_connection(alias: str, **limits: int) -> Connection:
     options = {**own.settings_dict["OPTIONS"]}
     options.pop("pool", None)
     for name, limit in limits.items():
-        options[name] = min(int(options.get(name) or limit), limit)
+        # Some drivers know fractions, and some wait for ever below zero.
+        if not 0 < float(options.get(name) or 0) <= limit:
+            options[name] = limit
     # Its own settings, which name the test database too. Not copy(), for options that
     # can't be copied, such as an SSLContext. What nobody commits, nobody else sees.
     settings = {**own.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
