@@ -1164,6 +1164,7 @@ def test_many_keys_leave_files_to_open(
     key: str, permits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who holds many keys, one by one, goes on without gates, and excludes others."""
+    file_locks._idle.clear()
     most = len(file_locks._File.all_open) + 5
     monkeypatch.setattr(file_locks, "MOST_OPEN", most)
     with ExitStack() as stack:

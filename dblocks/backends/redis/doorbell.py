@@ -29,9 +29,6 @@ LONGEST = 25.0
 LONGEST_OF_CO_OWNER = 1.0
 """The same for an explicit owner, whose other threads may let it in."""
 
-SLACK = 1.0
-"""Seconds for which a waiter counts as alive after it should have asked again."""
-
 
 class Doorbell(Gate):
     """One waiter's place in the queue, and its bell."""
@@ -74,7 +71,7 @@ class Doorbell(Gate):
         if self._left:
             return False
         until = clock.monotonic() + seconds
-        is_free, turn = self._server.queue(self._request, self._ticket, seconds, SLACK)
+        is_free, turn = self._server.queue(self._request, self._ticket, seconds)
         return is_free or self._listen(min(until - clock.monotonic(), turn))
 
     def _leave_if_left(self) -> None:

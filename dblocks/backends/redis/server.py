@@ -48,6 +48,9 @@ SHORT = 0.05
 LATE = 0.25
 """Seconds by which the server may be late."""
 
+SLACK = 1.0
+"""Seconds for which a waiter counts as alive after it should have asked again."""
+
 
 class Server:
     """Keeps locks on one server, or on one of several.
@@ -199,9 +202,9 @@ class Server:
     # The queue
 
     def queue(
-        self, request: Request, ticket: str, seconds: float, slack: float = 0.0
+        self, request: Request, ticket: str, seconds: float
     ) -> tuple[bool, float]:
-        """Queue for a key for so long, and a slack.
+        """Queue for a key for so long.
 
         Returns:
             Whether it is free for this waiter, and if not, after how many seconds to
@@ -211,7 +214,7 @@ class Server:
         is_free, turn = self.client.run(
             scripts.QUEUE,
             [*self._queue(request.key), *map(self.row, keys)],
-            [ticket, _micro(seconds + slack)],
+            [ticket, _micro(seconds + SLACK)],
             patience=seconds,
         )
         return bool(is_free), turn / MICRO

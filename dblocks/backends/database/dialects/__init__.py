@@ -71,8 +71,9 @@ def _find(connection: Connection) -> Dialect:
 
 def _server(connection: Connection) -> tuple[str, ...]:
     settings = connection.settings_dict
-    place = map(settings["OPTIONS"].get, _PLACE)
-    return tuple(map(str, (*map(settings.get, ("ENGINE", "HOST", "PORT")), *place)))
+    place = [settings[name] for name in ("ENGINE", "HOST", "PORT")]
+    place += [settings["OPTIONS"].get(name) for name in _PLACE]
+    return tuple(map(str, place))
 
 
 def _postgresql_version(connection: Any) -> str:
