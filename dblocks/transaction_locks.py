@@ -216,5 +216,8 @@ def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
 
 def _refuse_without_autocommit(using: str) -> None:
     """Raise if nobody sees where the transaction with the row ends."""
-    connections[using].ensure_connection()
+    connection = connections[using]
+    if not connection.settings_dict["AUTOCOMMIT"]:
+        # Only an open connection tells.
+        connection.ensure_connection()
     transaction_is_open()

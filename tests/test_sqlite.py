@@ -756,8 +756,6 @@ def without_readers(lock: Locks) -> Iterator[None]:
     lock().acquire(timeout=0).release()
     name = connection.settings_dict["NAME"]
     connection.close()
-    # Django's first statement waits for the file in SQLite 3.53, not in 3.40.
-    connection.ensure_connection()
     with closing(sqlite3.connect(name, isolation_level=None)) as raw:
         raw.execute("BEGIN EXCLUSIVE")
         yield
@@ -777,6 +775,41 @@ def test_beside_one_that_keeps_readers_out(lock: Locks, options: Any) -> None:
         assert lock(**options).try_acquire() is None
     with takes(2, 2 + SLACK), pytest.raises(LockTimeout):
         lock(**options).acquire(timeout=2)
+
+
+@pytest.mark.usefixtures("without_readers")
+@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("own", [0.05, 0.1, 7])
+def test_connecting_beside_one_that_keeps_readers_out(
+    lock: Locks, own: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new connection whose first statement reads the file waits no longer."""
+    if "init_command" in connection.settings_dict["OPTIONS"]:
+        pytest.skip("WAL keeps no reader out")
+    command = "PRAGMA synchronous = FULL; PRAGMA cache_size = 100"
+    options = {"init_command": command, "timeout": own}
+    for name, value in options.items():
+        monkeypatch.setitem(connection.settings_dict["OPTIONS"], name, value)
+    connection.close()
+    with takes(at_most=1 + SLACK):
+        assert lock().try_acquire() is None
+    with takes(2, 2 + SLACK), pytest.raises(LockTimeout):
+        lock().acquire(timeout=2)
+    with takes(at_most=1 + SLACK), pytest.raises(LockTimeout):
+        transaction_lock(lock().key, nowait=True).__enter__()
+    assert connection.connection is None
+
+
+def test_connecting_leaves_the_timeout_as_configured(lock: Locks) -> None:
+    """So it is on a connection that a lock has opened, as on Django's."""
+    connection.close()
+    connection.ensure_connection()
+    ask = "PRAGMA busy_timeout"
+    expected = connection.connection.execute(ask).fetchone()
+    connection.close()
+    assert lock().try_acquire().release()  # type: ignore[union-attr]
+    assert connection.connection.execute(ask).fetchone() == expected
 
 
 def test_readers_are_kept_out_during_a_wait(

@@ -123,13 +123,13 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.
         return connection if is_alone(connection) else connection_beside(alias)
-    if connection.connection is None:
-        if _would_use_pool(connection):
-            return connection
-        connection.ensure_connection()
-    if not connection.autocommit:
+    closed = connection.connection is None
+    if closed and _would_use_pool(connection):
+        return connection
+    settings = connection.settings_dict
+    if not (settings["AUTOCOMMIT"] if closed else connection.autocommit):
         raise _autocommit_is_off(connection)
-    if _thread.unusable:
+    if _thread.unusable and not closed:
         if _thread.unusable.get(alias) is connection.connection:
             return connection_beside(alias)
         _thread.unusable.pop(alias, None)

@@ -39,7 +39,7 @@ class BusyTimeout:
 
     def __enter__(self) -> None:
         if self._connection.connection is None:
-            self._connection.ensure_connection()
+            _connect(self._connection, self._limit / 1000)
         # Not through Django's cursor: this calls only the library and touches no file.
         raw: Any = self._connection.connection
         before = raw.execute("PRAGMA busy_timeout").fetchone()[0]
@@ -73,6 +73,23 @@ def _has_wal(connection: Any) -> bool:
             return False
         known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
+
+
+def _connect(connection: Any, limit: float) -> None:
+    """Connect; what that reads of the file waits no longer than that.
+
+    Django's own first statements read it in SQLite 3.53, and ``init_command`` may.
+    """
+    usual, own = _timeout(connection), connection.settings_dict
+    limit = min(limit, usual)
+    connection.settings_dict = {**own, "OPTIONS": {**own["OPTIONS"], "timeout": limit}}
+    try:
+        connection.ensure_connection()
+    finally:
+        connection.settings_dict = own
+    raw: Any = connection.connection
+    if raw.execute("PRAGMA busy_timeout").fetchone()[0] == int(limit * 1000):
+        raw.execute(f"PRAGMA busy_timeout = {int(usual * 1000)}").fetchone()
 
 
 def _timeout(connection: Connection) -> float:
@@ -123,7 +140,8 @@ class SQLite(Dialect):
         if connection.in_atomic_block:
             return None
         if connection.connection is None:
-            connection.ensure_connection()
+            seconds = self.sits_out(connection) if patience is None else patience
+            _connect(connection, min(BRIEF, max(0.0, seconds - waited)))
         if not _has_wal(connection):
             # A statement that waits for readers, in order to commit, keeps them from
             # writing: SQLite refuses their writes at once, and they fail. But if one
