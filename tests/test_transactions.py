@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -218,11 +219,15 @@ def test_autocommit_switched_off(lock: Locks, acquire: Leases, verb: str) -> Non
 
 
 @pytest.mark.needs("has_table")
+@pytest.mark.parametrize("block", [nullcontext, transaction.atomic])
 @pytest.mark.parametrize("verb", ["force_release", "request_release", "prune"])
 def test_operators_verbs_with_autocommit_off(
-    committed: None, key: str, verb: str
+    committed: None, key: str, verb: str, block: Any, other: OtherThread
 ) -> None:
-    """What nobody commits isn't said to be done."""
+    """What nobody commits, as atomic() doesn't then, isn't said to be done.
+
+    Nor does the refusal keep others waiting.
+    """
     held = verb != "prune"
     assert locks.acquire(key, owner="me", lease=60 if held else 0.1)
     if not held:
@@ -230,12 +235,18 @@ def test_operators_verbs_with_autocommit_off(
     arguments: list[Any] = [key] if held else [0]
     transaction.set_autocommit(False)
     try:
-        with pytest.raises(TransactionManagementError, match="Autocommit is off"):
+        with (
+            pytest.raises(TransactionManagementError, match="Autocommit is off"),
+            block(),
+        ):
             getattr(locks, verb)(*arguments)
+        assert stored(key).owner == "me"
+        with takes(at_most=SLACK):
+            other.do(lambda: locks.prune(0))
     finally:
         transaction.rollback()
         transaction.set_autocommit(True)
-    assert stored(key).owner == "me"
+    assert not held or stored(key).owner == "me"
 
 
 @pytest.mark.needs("has_table")

@@ -138,8 +138,9 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
 
 def _autocommit_is_off(connection: Connection) -> TransactionManagementError:
     return TransactionManagementError(
-        f"Autocommit is off on the database {connection.alias!r} without atomic(): a "
-        f"lock operation would join that transaction. Use transaction.atomic()."
+        f"Autocommit is off on the database {connection.alias!r}, and not by atomic(): "
+        f"a lock operation would join that transaction. Switch it on, and use "
+        f"transaction.atomic()."
     )
 
 
@@ -305,17 +306,26 @@ PATIENCE = 1.0
 """Seconds for which a transaction of dblocks' own is repeated if need be."""
 
 
+def committing(using: str) -> Connection:
+    """Return this thread's connection, on which what is written will be committed.
+
+    Raises:
+        TransactionManagementError: Autocommit is off, so that nothing is committed,
+            not even by ``atomic()``.
+    """
+    connection: Connection = transaction.get_connection(using)
+    in_own = connection.in_atomic_block and connection.commit_on_exit
+    if not (in_own or connection.get_autocommit()):
+        raise _autocommit_is_off(connection)
+    return connection
+
+
 def run_in_transaction(using: str, act: Callable[[Connection], T]) -> T:
     """Act in a transaction, which is repeated if the database asks for that.
 
     Inside the caller's transaction it isn't repeated.
-
-    Raises:
-        TransactionManagementError: Autocommit is off, so that nothing is committed.
     """
-    connection = transaction.get_connection(using)
-    if not (connection.in_atomic_block or connection.get_autocommit()):
-        raise _autocommit_is_off(connection)
+    connection = committing(using)
     give_up, attempt = clock.monotonic() + PATIENCE, 0
     while True:
         try:

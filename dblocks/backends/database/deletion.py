@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from django.apps import apps
-from django.db import connections, transaction
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.models import F, Max, Value
 from django.db.models.functions import Greatest
 
 from . import dialects, statements, transactions
-from .connections import run, run_in_transaction
+from .connections import committing, run, run_in_transaction
 from .execution import execute, fetch
 from .table import ensure_floor, numbered
 
@@ -51,7 +51,7 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
             execute(connection, sql, numbered(list(doomed)))
         return len(doomed)
 
-    ensure_floor(transaction.get_connection(using))
+    ensure_floor(committing(using))
     return run_in_transaction(using, delete)
 
 
