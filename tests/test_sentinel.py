@@ -149,6 +149,19 @@ def fails_over(watch: Any) -> bool:
     return False
 
 
+def fail_over(settings: Any, replica: Redis) -> None:
+    """Have Sentinel promote the replica, while the master goes on."""
+    [(_, port)] = settings.DBLOCKS["default"]["OPTIONS"]["sentinels"]
+    watch: Any = redis.Redis(HOST, port, decode_responses=True)
+    with closing(watch):
+        # It may not have heard yet how far the replica is.
+        eventually(lambda: fails_over(watch), what="the failover")
+        eventually(
+            lambda: watch.sentinel_master("service")["port"] == replica.port,
+            what="the news of it",
+        )
+
+
 @pytest.mark.timeout(90)
 def test_master_of_old_that_goes_on(
     service: tuple[Redis, Redis], settings: Any, key: str
@@ -160,18 +173,38 @@ def test_master_of_old_that_goes_on(
     _, replica = service
     client = engine()._server.client
     under_way = [client._take() for _ in range(2)]
-    [(_, port)] = settings.DBLOCKS["default"]["OPTIONS"]["sentinels"]
-    watch: Any = redis.Redis(HOST, port, decode_responses=True)
-    with closing(watch):
-        # It may not have heard yet how far the replica is.
-        eventually(lambda: fails_over(watch), what="the failover")
-        eventually(
-            lambda: watch.sentinel_master("service")["port"] == replica.port,
-            what="the news of it",
-        )
+    fail_over(settings, replica)
     lease = distributed_lock(key, lease=30).acquire(timeout=0)
     for connection in under_way:
         client._give_back(connection)
+    assert distributed_lock(key, owner="other").try_acquire() is None
+    assert lease.release() is True
+
+
+@pytest.mark.timeout(90)
+def test_connection_that_came_late(
+    service: tuple[Redis, Redis], settings: Any, key: str, monkeypatch: Any
+) -> None:
+    """Who was told of the old master, and is connected later, asks Sentinel again."""
+    _, replica = service
+    client = engine()._server.client
+    client.close()
+    meet, is_connected, goes_on = client._meet, threading.Event(), threading.Event()
+
+    def meet_late(connection: Any) -> None:
+        is_connected.set()
+        assert goes_on.wait(DEADLINE)
+        meet(connection)
+
+    monkeypatch.setattr(client, "_meet", meet_late)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(distributed_lock(key, lease=30).try_acquire)
+        assert is_connected.wait(DEADLINE)
+        monkeypatch.setattr(client, "_meet", meet)
+        fail_over(settings, replica)
+        lease = distributed_lock(key, lease=30).acquire(timeout=0)
+        goes_on.set()
+        assert late.result() is None
     assert distributed_lock(key, owner="other").try_acquire() is None
     assert lease.release() is True
 

@@ -112,6 +112,8 @@ class Client:
         self._idle: deque[Any] = deque()
         #: Where the latest connection leads: of a service, to its master.
         self._leads_to: tuple[Any, ...] = ()
+        #: Local clock when that was asked for.
+        self._asked_at = 0.0
         #: The server's name without user and password.
         self.name = _name(alias, location)
         try:
@@ -195,10 +197,11 @@ class Client:
             return self._idle.pop()
         except IndexError:
             connection: Any = self._pool.make_connection()
+            asked_at = clock.monotonic()
             try:
                 connection.connect()
                 self._meet(connection)
-                self._heed(connection)
+                is_news = self._heed(connection, asked_at)
             except Exception as error:
                 connection.disconnect()
                 # One of redis-py's frames keeps an error that keeps the frame, and with
@@ -210,14 +213,25 @@ class Client:
                     # A busy server refuses to choose a database.
                     raise meant(error) from None
                 raise
-            return connection
+            if is_news:
+                return connection
+            connection.disconnect()
+            return self._take()
 
-    def _heed(self, connection: Any) -> None:
-        """Leave the master of old, which may not know yet that there is another."""
+    def _heed(self, connection: Any, asked_at: float) -> bool:
+        """Leave the master of old, which may not know yet that there is another.
+
+        ``False`` if it is the connection that leads there: it was asked for before
+        another one that leads elsewhere.
+        """
         address = _leads_to(connection)
         if address != self._leads_to:
+            if asked_at < self._asked_at:
+                return False
             self._leads_to = address
             self.close()
+        self._asked_at = max(asked_at, self._asked_at)
+        return True
 
     def _give_back(self, connection: Any) -> None:
         is_useful = self._pid == os.getpid() and _leads_to(connection) == self._leads_to
