@@ -1214,6 +1214,27 @@ def test_many_keys_leave_files_to_open(
 
 
 @pytest.mark.usefixtures("queue")
+def test_idle_descriptors_of_other_files(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep nobody out of the queue: they are closed when others need them."""
+    file_locks._idle.clear()
+    most = len(file_locks._File.all_open) + 5
+    monkeypatch.setattr(file_locks, "MOST_OPEN", most)
+    for number in range(5):
+        other = tmp_path / str(number)
+        other.touch()
+        gate = file_locks.FileLock(str(other), key)
+        assert gate.try_enter()
+        gate.leave()
+    mine = file_locks.gate_of(connection, key)
+    assert mine is not None
+    assert mine.try_enter()
+    mine.leave()
+    assert len(file_locks._File.all_open) < most
+
+
+@pytest.mark.usefixtures("queue")
 def test_two_gates_of_a_key(gate_for: GateFor, key: str) -> None:
     """Of one process one gate queues for a key; another is told so at once."""
     first = gate_for(key)

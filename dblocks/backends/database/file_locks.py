@@ -272,7 +272,11 @@ class FileLock(Gate):
     def try_enter(self) -> bool:
         """Enter if nobody has the key's byte or queues for it."""
         if len(_File.all_open) >= MOST_OPEN:
-            raise GateClosed
+            # What other files have idle is closed.
+            for path in _idle.keys() - {self._path}:
+                _idle.pop(path, None)
+            if len(_File.all_open) >= MOST_OPEN:
+                raise GateClosed
         try:
             descriptor = _Descriptor.take(self._path)
             if descriptor.is_free(self._byte + 1) and descriptor.lock(self._byte):
