@@ -78,12 +78,19 @@ class DistributedLock(models.Model):
             return key
         return gettext("%(key)s, permit %(permit)d") % {"key": key, "permit": permit}
 
-    def refresh_from_db(self, using: Any | None = None, *rest: Any, **how: Any) -> None:
+    def refresh_from_db(
+        self,
+        using: Any | None = None,
+        fields: Any | None = None,
+        from_queryset: Any | None = None,
+    ) -> None:
         """As Django's, but read from where the row is, deferred fields too.
 
         A router may read from a replica, which lags behind.
         """
-        super().refresh_from_db(using or self._state.db, *rest, **how)
+        if from_queryset is None:
+            using = using or self._state.db
+        super().refresh_from_db(using, fields, from_queryset)
 
     def delete(
         self, using: Any | None = None, keep_parents: bool = False
