@@ -10,7 +10,6 @@ from ... import clock
 from ...permits import row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
 from . import nodes
-from .connection import TakenPlaces
 from .places import Place
 from .sessions import Held, Session
 
@@ -98,24 +97,8 @@ class Asking:
     ) -> list[Granted] | None:
         """Ask for several keys at once; ``None`` if one of them isn't free."""
         self._tidy(session)
-        folders = [session.folder(key) for key in keys]
-        seen = session.children(folders, give_up)
-        if any(seen):
-            return None
-        sent = clock.monotonic()
-        taken = self._take(session, folders, seen, give_up)
-        if taken is None:
-            return None
-        if not taken.are_first():
-            # Next, the keys are asked for one by one.
-            self._tidy(session)
-            return None
-        granted = [
-            self._granted(session, key, folder, name, taken.transaction, sent)
-            for key, folder, name in zip(keys, folders, taken.names, strict=True)
-        ]
-        self._touched.clear()
-        return granted
+        seen = session.children([session.folder(key) for key in keys], give_up)
+        return None if any(seen) else self._take(session, keys, seen, give_up)
 
     def _tidy(self, session: Session) -> None:
         # The request may have been carried out, and only its answer lost.
@@ -126,19 +109,30 @@ class Asking:
     def _take(
         self,
         session: Session,
-        folders: Sequence[str],
+        keys: Sequence[str],
         seen: Sequence[list[str] | None],
         give_up: float,
-    ) -> TakenPlaces | None:
-        request = self._request
+    ) -> list[Granted] | None:
+        """Take keys that were seen to be free; ``None`` if that has changed."""
+        folders = [session.folder(key) for key in keys]
         missing = {f: each is None for f, each in zip(folders, seen, strict=True)}
+        sent = clock.monotonic()
         self._touched += folders
         self._session_id = session.id
-        taken = session.take(missing, self._mark, written(request), give_up)
+        taken = session.take(missing, self._mark, written(self._request), give_up)
         if taken is None:
             # Nothing was made.
             self._touched.clear()
-        return taken
+            return None
+        if not taken.are_first():
+            self._tidy(session)
+            return None
+        granted = [
+            self._granted(session, key, folder, name, taken.transaction, sent)
+            for key, folder, name in zip(keys, folders, taken.names, strict=True)
+        ]
+        self._touched.clear()
+        return granted
 
     def _granted(
         self,
@@ -230,23 +224,8 @@ class Asking:
         if not free:
             return self._reading(session, rows, seen, give_up)
         number = request.permit if request.permit in free else free[0]
-        sent = clock.monotonic()
-        taken = self._take(session, [folders[number]], [seen[number]], give_up)
-        if taken is None:
-            return None
-        if not taken.are_first():
-            self._tidy(session)
-            return None
-        granted = self._granted(
-            session,
-            rows[number],
-            folders[number],
-            taken.names[0],
-            taken.transaction,
-            sent,
-        )
-        self._touched.clear()
-        return granted
+        taken = self._take(session, [rows[number]], [seen[number]], give_up)
+        return None if taken is None else taken[0]
 
     def seen(self, session: Session, give_up: float) -> Reading:
         """Return who has the key; with permits, the one that will be free first."""
