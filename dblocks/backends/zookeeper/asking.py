@@ -49,6 +49,7 @@ class Asking:
 
     def __init__(self, request: Request, lease: float) -> None:
         self._request = request
+        self._rows = row_keys(request.key, request.permits)
         self._lease = lease
         self._mark = nodes.new_mark(request.permits)
         self._touched: list[str] = []
@@ -189,7 +190,7 @@ class Asking:
     def _again(self, session: Session, give_up: float) -> Granted | None:
         """Count an explicit owner once more that has the key in this process."""
         request = self._request
-        for row in row_keys(request.key, request.permits):
+        for row in self._rows:
             held = session.grants.get((row, request.owner))
             if held is None:
                 continue
@@ -210,10 +211,8 @@ class Asking:
         self, session: Session, give_up: float
     ) -> Granted | Reading | None:
         """Take the key, or a permit, if it is free; ``None`` if that has changed."""
-        request = self._request
-        rows = row_keys(request.key, request.permits)
-        folders = [session.folder(row) for row in rows]
-        asked = list(folders)
+        request, rows = self._request, self._rows
+        asked = [session.folder(row) for row in rows]
         if request.permits > 1:
             asked.append(session.folder(nodes.queue_key(request.key, request.permits)))
         found = session.children(asked, give_up)
@@ -222,24 +221,23 @@ class Asking:
         claimed = nodes.claimed(nodes.before(place, (queue and queue[0]) or ()))
         free = [n for n, each in enumerate(seen) if not each and n >= claimed]
         if not free:
-            return self._reading(session, rows, seen, give_up)
+            return self._reading(session, seen, give_up)
         number = request.permit if request.permit in free else free[0]
         taken = self._take(session, [rows[number]], [seen[number]], give_up)
         return None if taken is None else taken[0]
 
     def seen(self, session: Session, give_up: float) -> Reading:
         """Return who has the key; with permits, the one that will be free first."""
-        rows = row_keys(self._request.key, self._request.permits)
-        folders = [session.folder(row) for row in rows]
-        return self._reading(session, rows, session.children(folders, give_up), give_up)
+        folders = [session.folder(row) for row in self._rows]
+        return self._reading(session, session.children(folders, give_up), give_up)
 
     def _reading(
         self,
         session: Session,
-        rows: Sequence[str],
         seen: Sequence[list[str] | None],
         give_up: float,
     ) -> Reading:
+        rows = self._rows
         readings = {
             row: Reading(remaining=self._lease)
             for row, places in zip(rows, seen, strict=True)
