@@ -1205,16 +1205,16 @@ def test_lost_reply_to_a_request(
     lease = acquire()
     waiting = queued(other, lock(), key)
     mine = session()
-    rewrite = mine.rewrite
+    write = mine.write
 
     def unanswered(*args: Any) -> Any:
         monkeypatch.undo()
-        assert rewrite(*args)
+        assert write(*args)
         assert lease.release()
         waiting.result(DEADLINE)
         raise ConnectionLoss
 
-    monkeypatch.setattr(mine, "rewrite", unanswered)
+    monkeypatch.setattr(mine, "write", unanswered)
     engine().request_release(key)
     theirs = waiting.result(DEADLINE)
     theirs.renew()

@@ -338,7 +338,7 @@ class ZooKeeperBackend(BaseBackend):
                 # After a lost reply the next one may have the key, whom nobody asks.
                 version = stat.czxid
                 asked = content._replace(since=granted_at(content, stat)).written()
-                if content.since or session.rewrite(path, asked, stat.version, give_up):
+                if content.since or session.write(path, asked, give_up, stat.version):
                     return content.owner, content.holder, stat.czxid
 
         return patiently(self._address, FOR_OPERATORS, ask)

@@ -359,22 +359,19 @@ class Connection:
             self.client.delete_async(path.rpartition("/")[0])
         return found
 
-    def write(self, path: str, content: bytes, give_up: float) -> Any:
-        """Write into a node; return its stat, ``None`` if it is gone."""
-        try:
-            sent = self.client.set_async(path, content)
-            return self.wait(sent, give_up - clock.monotonic())
-        except NoNodeError:
-            return None
+    def write(
+        self, path: str, content: bytes, give_up: float, version: int = -1
+    ) -> Any:
+        """Write into a node, in any or only in this version of it.
 
-    def rewrite(self, path: str, content: bytes, version: int, give_up: float) -> bool:
-        """Write into a node; ``False`` if it is gone or has been written since."""
+        Returns:
+            Its stat; ``None`` if it is gone, or has been written since.
+        """
         try:
             sent = self.client.set_async(path, content, version)
-            self.wait(sent, give_up - clock.monotonic())
+            return self.wait(sent, give_up - clock.monotonic())
         except (NoNodeError, BadVersionError):
-            return False
-        return True
+            return None
 
     def now(self, path: str, give_up: float) -> int | None:
         """Return the server's clock, in milliseconds, which only a write tells.
