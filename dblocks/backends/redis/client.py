@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -281,11 +280,10 @@ class Client:
         asking: bool = False,
     ) -> Any:
         rest = (len(keys), *keys, *arguments)
-        send = partial(self.send, asking=True) if asking else self.send
         try:
-            return send("EVALSHA", script.digest, *rest)
+            return self.send("EVALSHA", script.digest, *rest, asking=asking)
         except NoScriptError:
-            return send("EVAL", script.text, *rest)
+            return self.send("EVAL", script.text, *rest, asking=asking)
 
     def run_all(
         self,
