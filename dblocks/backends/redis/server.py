@@ -136,18 +136,17 @@ class Server:
         for key in keys:
             queue, _, rung = self._queue(key)
             names += queue, rung, self.row(key)
-        terms = _terms(request)
         try:
             versions = self.client.run(
-                scripts.ACQUIRE_ALL, names, terms, patience=patience
+                scripts.ACQUIRE_ALL, names, _terms(request), patience=patience
             )
         except ClusterCrossSlotError:
             return None
         if not versions:
             return None
-        owner, identity, limit = request.owner, request.identity, int(terms[2]) / MICRO
+        owner, identity = request.owner, request.identity
         return [
-            Granted(self._grant(key, owner, version, identity), limit)
+            Granted(self._grant(key, owner, version, identity), request.max_hold)
             for key, version in zip(keys, versions, strict=True)
         ]
 
