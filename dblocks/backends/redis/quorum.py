@@ -157,7 +157,8 @@ class QuorumBackend(Servers):
             return self._try(request, request.key)
         keys = row_keys(request.key, request.permits)
         seen = self.read_all(keys)
-        mine = [key for key in seen if self._is_mine(seen[key], request)]
+        owner = request.owner
+        mine = [k for k, it in seen.items() if it.owner == owner and it.remaining > 0]
         first = request.permit
         free = (
             key
@@ -169,9 +170,6 @@ class QuorumBackend(Servers):
             if isinstance(answer, Granted):
                 return answer
         return first_free(self.read_all(keys), keys)
-
-    def _is_mine(self, seen: Reading, request: Request) -> bool:
-        return seen.owner == request.owner and seen.remaining > 0
 
     def _try(self, request: Request, key: str) -> Granted | Reading:
         sent = clock.monotonic()
