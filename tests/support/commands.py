@@ -20,7 +20,7 @@ from django.db import connections
 from dblocks.management.commands import locks
 from dblocks.management.commands.run_locked import Command
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT, Worker
+from tests.support.processes import ROOT, Worker, state_of
 from tests.support.timing import DEADLINE, eventually
 
 MANAGE = [sys.executable, "-m", "tests.support.manage"]
@@ -75,10 +75,9 @@ def environment(**changes: Any) -> dict[str, str]:
 def running(pid: int) -> bool:
     """Tell whether a process exists and has not ended; a zombie has."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return state_of(pid) not in {"Z", "X"}
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def gone(*pids: int, within: float = DEADLINE) -> None:
