@@ -1,9 +1,16 @@
-"""Locks in ZooKeeper. Needs kazoo: ``pip install "django-dblocks[zookeeper]"``."""
+"""Locks in ZooKeeper."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+try:
+    import kazoo  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        'ZooKeeperBackend needs kazoo: pip install "django-dblocks[zookeeper]"'
+    ) from error
 
 if TYPE_CHECKING:
     from .backend import ZooKeeperBackend
@@ -15,11 +22,4 @@ def __getattr__(name: str) -> Any:
     # The modules of this package import it, and must not be imported by it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        import_module("kazoo")
-    except ImportError as error:
-        raise ImportError(
-            f"{error}; the ZooKeeper engine needs the package kazoo: "
-            f'pip install "django-dblocks[zookeeper]"'
-        ) from error
     return getattr(import_module(".backend", __name__), name)
