@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -1329,3 +1330,59 @@ def test_refused_set_writes_nothing(
     assert list(DistributedLock.objects.values_list("key", "version")) == before
     if state == "held here":
         other.do(lease.release)
+
+
+FORKS_AND_ENDS = """
+import os, subprocess, sys, time
+sys.path[:0] = {path!r}
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["dblocks"],
+    DATABASES={{"default": {{
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": {file!r},
+        "OPTIONS": {{"init_command": "PRAGMA journal_mode=WAL"}},
+    }}}},
+)
+import django
+django.setup()
+from django.core.management import call_command
+from django.db import connections
+from dblocks import distributed_lock
+
+if len(sys.argv) > 1:
+    distributed_lock("other").acquire().release()
+    print("ready", flush=True)
+    if sys.argv[1] == "stays":
+        sys.stdin.readline()
+        print(distributed_lock("key").try_acquire() is not None, flush=True)
+    sys.exit()
+call_command("migrate", verbosity=0)
+with distributed_lock("key", lease=0.6):
+    time.sleep(0.4)  # It is renewed, on a connection of dblocks' own.
+if os.fork():
+    os._exit(0)
+{closes}
+time.sleep(0.2)
+this = [sys.executable, __file__]
+subprocess.run([*this, "goes"], stdout=subprocess.DEVNULL)
+stays = subprocess.Popen(
+    [*this, "stays"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+)
+stays.stdout.readline()
+lease = distributed_lock("key").acquire()
+print("taken twice:", stays.communicate("go")[0].strip(), lease.held, flush=True)
+"""
+
+
+@pytest.mark.parametrize("closes", ["connections.close_all()", ""])
+def test_child_of_a_process_that_has_ended(tmp_path: Path, closes: str) -> None:
+    """A daemon, whether or not it closes Django's, shares the file with others."""
+    script = tmp_path / "daemon.py"
+    file = str(tmp_path / "db.sqlite3")
+    told = {"path": sys.path, "file": file, "closes": closes}
+    script.write_text(FORKS_AND_ENDS.format(**told))
+    command = [sys.executable, "-W", "ignore", str(script)]
+    # The pipe is at its end when the daemon is, too.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "taken twice: False True\n", done.stderr

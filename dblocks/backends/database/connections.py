@@ -22,6 +22,7 @@ from django.db.transaction import TransactionManagementError
 from ... import clock, forks
 from . import dialects, transactions
 from .own_connections import (
+    Busy,
     close,
     connection_beside,
     discard_beside,
@@ -56,7 +57,7 @@ class _Thread(threading.local):
         self.unusable: dict[str, object] = {}
         #: The connections on which an operation of this thread is under way. A signal
         #: handler that interrupts it needs another one.
-        self.busy: list[Connection] = []
+        self.busy = Busy()
 
 
 _thread = _Thread()
@@ -207,13 +208,13 @@ def run(
             is waited for if it went away; as it is if this thread has met a connection
             that was dropped.
     """
-    started, waited, attempt = clock.monotonic(), 0.0, 0
+    started, waited, attempt, busy = clock.monotonic(), 0.0, 0, _thread.busy
     dropped = answered or own.alias in _thread.unusable
     while True:
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
         connection = spare or connection
-        _thread.busy.append(connection)
+        busy.append(connection)
         try:
             limit = dialects.of(connection).limit(connection, patience, waited)
             if limit is None:
@@ -234,7 +235,7 @@ def run(
                 operation = again or operation
             logger.debug("repeating database=%s error=%s", own.alias, error)
         finally:
-            _thread.busy.remove(connection)
+            busy.remove(connection)
             if spare is not None:
                 _put_away(spare, served=served)
             elif connection is not own:

@@ -55,6 +55,19 @@ _open: set[Connection] = set()
 _inherited: list[object] = []
 
 
+class Busy(list[Connection]):
+    """The connections that a thread is using, of dblocks' own and of Django's.
+
+    Who uses one keeps this in its frame, which outlives the thread in a forked child.
+    """
+
+    everyones: weakref.WeakValueDictionary[int, Busy] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everyones[id(self)] = self
+
+
 def separate_connection(alias: str, **limits: int) -> Connection:
     """Return a new connection to a database, outside Django's and outside any pool.
 
@@ -254,7 +267,19 @@ def discard_if_idle(own: Connection, used: Connection) -> None:
         discard_beside(used)
 
 
+def _close_inherited() -> None:
+    """Close the parent's connections that would harm the child's."""
+    if any(Busy.everyones.values()):
+        # Closing one in the middle of a statement would harm the parent's.
+        return
+    for connection in [*_open, *connections.all(initialized_only=True)]:
+        if dialects.known(connection).harms_after_fork(connection):
+            close(connection)
+
+
 def _after_fork_in_child() -> None:
+    _close_inherited()
+    Busy.everyones.clear()
     _inherited.extend([*_open, _thread.beside])
     _open.clear()
     _thread.__init__()  # type: ignore[misc]

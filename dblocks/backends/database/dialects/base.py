@@ -206,6 +206,10 @@ class Dialect:
         """Tell whether others can't even read while a transaction is open."""
         return False
 
+    def harms_after_fork(self, connection: Connection) -> bool:
+        """Tell whether a forked child must close an inherited connection, and may."""
+        return False
+
     def limit(
         self, connection: Connection, patience: float | None, waited: float
     ) -> AbstractContextManager[object] | None:

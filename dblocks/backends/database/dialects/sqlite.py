@@ -134,6 +134,12 @@ class SQLite(Dialect):
     def keeps_readers_out(self, connection: Any) -> bool:
         return connection.transaction_mode == "EXCLUSIVE" and not _has_wal(connection)
 
+    def harms_after_fork(self, connection: Connection) -> bool:
+        # SQLite takes the parent's lock on the file for the child's, so that others may
+        # delete a write-ahead log that the child goes on with.
+        raw: Any = connection.connection
+        return raw is not None and not raw.in_transaction
+
     def limit(
         self, connection: Connection, patience: float | None, waited: float
     ) -> BusyTimeout | None:
