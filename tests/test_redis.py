@@ -409,6 +409,28 @@ def test_end_of_a_wait_at_a_server_that_fails(
         assert lease.release() is True
 
 
+def test_wait_that_ends_after_the_lease_at_a_silent_server(
+    settings: Any, key: str, threads: Threads
+) -> None:
+    """What another waiter saw of a lease tells nothing once that lease has ended."""
+    length = scaled(2)
+    with Redis() as server:
+        use(settings, server.url(), "second")
+        lease = distributed_lock(key, lease=length, renew=False).acquire(timeout=0)
+        waits = distributed_lock(key, backend="second", timeout=DEADLINE)
+        first = threads().start(waits.acquire)
+        eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+        stop(server.pid)
+        try:
+            eventually(lambda: not lease.held, what="the lease's end")
+            time.sleep(scaled(0.5))
+            with pytest.raises(RedisError):
+                waits.acquire(timeout=0.5)
+        finally:
+            resume(server.pid)
+        first.result(timeout=DEADLINE).release()
+
+
 @pytest.mark.parametrize("fault", ["unblocked", "no replicas", "busy"])
 def test_answers_that_pass(here: Any, key: str, threads: Threads, fault: str) -> None:
     """They fail nobody who has time: a waiter, one that begins to wait, a release."""

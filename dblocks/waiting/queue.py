@@ -139,6 +139,17 @@ class WaitQueue:
             return None
         return replace(reading, remaining=reading.remaining - (now - at))
 
+    def last_answer(self, give_up: float) -> Reading | None:
+        """Return the latest reading for a waiter whose time is over.
+
+        ``None`` also if the lease that it tells of has ended since: whether somebody
+        still has the key only the engine knows, if it can be reached.
+        """
+        seen, reading = self._seen, self.last_seen(give_up)
+        if seen is None or reading is None:
+            return None
+        return None if reading.remaining <= 0 < seen[0].remaining else reading
+
     def forget(self) -> None:
         """Note that what was seen is out of date: this process has released the key."""
         self._seen, self._unasked = None, True

@@ -143,7 +143,7 @@ class _Wait:
             seen = None
         elif seen is None and clock.monotonic() >= attempt.give_up:
             # Its time is over: what the first waiter has seen is true for all.
-            seen = queue.last_seen(attempt.give_up)
+            seen = queue.last_answer(attempt.give_up)
         if seen is None:
             if attempt.owner is not None or not attempt.held_here():
                 found = await self.place.call(attempt.make)
