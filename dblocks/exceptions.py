@@ -77,9 +77,9 @@ class LockTimeout(LockError):
         within = f" within {self.timeout:g} s" if self.timeout else ""
         if not self.holder and not self.retry_after:
             return (
-                f"The lock {self.key!r} was not free{within}: a transaction has its "
-                f"row, or the whole database, locked. Try again later, or wait longer "
-                f"with timeout=."
+                f"The lock {self.key!r} was not free{within}: others queue for it, or "
+                f"a transaction has its row, or the whole database, locked. Try again "
+                f"later, or wait longer with timeout=."
             )
         left = f"{self.retry_after:.1f} s"
         if self.cooling:

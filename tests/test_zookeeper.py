@@ -305,6 +305,14 @@ def test_lock_of_others_that_may_be_read(configure: Configure, key: str) -> None
             assert (entry.expires_at is not None) is has_age
 
 
+def test_credentials_in_a_wrong_form(configure: Configure, key: str) -> None:
+    """Options that kazoo can't read are the project's mistake, and named."""
+    alias = configure("odd", OPTIONS={"auth_data": "digest:dblocks:secret"})
+    with pytest.raises(ImproperlyConfigured, match=r"'odd'.*auth_data") as caught:
+        distributed_lock(key, backend=alias).try_acquire()
+    assert "secret" not in str(caught.value)
+
+
 def test_refused_acl(configure: Configure, key: str) -> None:
     """An ACL that the server refuses is kazoo's error, and says what to check."""
     options = {"default_acl": [make_acl("auth", "", all=True)]}
@@ -634,8 +642,13 @@ def test_waiter_for_more_permits(
         assert each.result().release()
 
 
-def test_dead_waiter(backend: str, workers: Workers, key: str, acquire: Leases) -> None:
-    """A waiter that is killed holds up nobody for longer than a lease."""
+def test_dead_waiter(
+    backend: str, workers: Workers, key: str, acquire: Leases, lock: Locks
+) -> None:
+    """A waiter that is killed holds up nobody for longer than a lease.
+
+    Until then, who asks is told that others queue.
+    """
     lease = acquire()
     dead, alive = (
         workers.start("hold", key=key, timeout=DEADLINE, backend=backend, announced=n)
@@ -647,6 +660,8 @@ def test_dead_waiter(backend: str, workers: Workers, key: str, acquire: Leases) 
         dead, alive = alive, dead
     dead.kill()
     lease.release()
+    with pytest.raises(LockTimeout, match="others queue for it"):
+        lock().acquire(timeout=0)
     with takes(at_most=engine().lease + 0.5 + SLACK):
         alive.expect("held")
     alive.tell("release")

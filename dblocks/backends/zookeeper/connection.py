@@ -109,12 +109,22 @@ class Connection:
             "connection_retry",
             {"max_tries": -1, "delay": 0.02, "backoff": 2, "max_delay": 1.0},
         )
-        self.client = KazooClient(
-            hosts=address.hosts, timeout=address.lease, handler=self.handler, **options
-        )
+        self.client = self._client(options)
         self._heed_negotiation()
 
     # Opening and closing
+
+    def _client(self, options: dict[str, Any]) -> KazooClient:
+        hosts, lease = self.address.hosts, self.address.lease
+        try:
+            return KazooClient(
+                hosts=hosts, timeout=lease, handler=self.handler, **options
+            )
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(
+                f"DBLOCKS[{self.address.alias!r}]: OPTIONS that kazoo doesn't take: "
+                f"{', '.join(dict(self.address.options))}: {error}"
+            ) from error
 
     def _heed_negotiation(self) -> None:
         """Note the timeout that the server gives each new or resumed session."""
