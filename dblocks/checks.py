@@ -48,8 +48,10 @@ W015: Two nodes of a Galera cluster have different clocks, by which each judges 
     a lease is over. Run NTP on all nodes, or send all writes to one.
 W016: MySQL or MariaDB rolls back whole transactions after a lock wait timeout. Switch
     ``innodb_rollback_on_timeout`` off.
+W017: A connection to SQLite keeps the file for itself, so that leases aren't renewed.
+    Take ``PRAGMA locking_mode=EXCLUSIVE`` out of its ``OPTIONS``.
 
-W001, W004 and W010 to W016 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W017 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -69,7 +71,7 @@ from .conf import backends
 
 ASKED_FOR = {
     f"dblocks.{check}"
-    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 17)))
+    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 18)))
 }
 """What is said only to those who ask for checks."""
 
@@ -159,7 +161,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """E002, W001 to W003, W007 and W010 to W016: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W017: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -117,7 +117,7 @@ def test_each_has_a_section() -> None:
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
     assert re.findall(r"^([EW]\d{3}): ", str(checks.__doc__), re.M) == sections
-    assert used == {"E001", "E002", *(f"W{number:03}" for number in range(1, 17))}
+    assert used == {"E001", "E002", *(f"W{number:03}" for number in range(1, 18))}
 
 
 def test_first_migrate() -> None:
@@ -527,7 +527,7 @@ def test_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert word in the_one("W007", found("default"))
 
 
-# W010
+# W010 and W017
 
 
 @pytest.mark.parametrize("journal", ["wal", "delete"])
@@ -556,6 +556,24 @@ def test_sqlite_as_django_leaves_it(
     hint = str(messages[0].hint)
     assert ('"transaction_mode": "IMMEDIATE"' in hint) is deferred
     assert ("journal_mode=WAL" in hint) is rollback
+
+
+def test_sqlite_file_that_is_kept(tmp_path: Path) -> None:
+    """W017: dblocks' own connections would find the file locked."""
+    if connection.vendor != "sqlite":
+        pytest.skip("about a file of SQLite")
+    file = connections["default"].copy()
+    file.settings_dict["NAME"] = str(tmp_path / "file.sqlite3")
+    found = []
+    for mode in ("NORMAL", "EXCLUSIVE"):
+        init = f"PRAGMA journal_mode=WAL; PRAGMA locking_mode={mode}"
+        options = {"transaction_mode": "IMMEDIATE", "init_command": init}
+        file.settings_dict["OPTIONS"] = options
+        try:
+            found += dialects.of(file).findings(file)
+        finally:
+            file.close()
+    assert "keeps the SQLite file" in the_one("W017", found)
 
 
 def test_sqlite_is_checked() -> None:

@@ -181,6 +181,15 @@ class SQLite(Dialect):
         with connection.cursor() as cursor:
             cursor.execute("PRAGMA journal_mode")
             has_rollback = cursor.fetchone()[0] not in {"wal", "memory"}
+            cursor.execute("PRAGMA locking_mode")
+            keeps_file = cursor.fetchone()[0] == "exclusive"
+        if keeps_file and not connection.is_in_memory_db():
+            yield warning(
+                "W017",
+                f"A connection to {connection.alias!r} keeps the SQLite file for "
+                f"itself: leases can't be renewed, and others can't take any.",
+                "Take PRAGMA locking_mode=EXCLUSIVE out of its init_command.",
+            )
         wanted = []
         if connection.transaction_mode not in {"IMMEDIATE", "EXCLUSIVE"}:
             wanted.append('"transaction_mode": "IMMEDIATE"')
