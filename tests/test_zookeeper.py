@@ -277,8 +277,9 @@ def test_waiter_is_no_holder(lock: Locks, backend: str, key: str) -> None:
 
 
 def test_password(configure: Configure, key: str) -> None:
-    """Nodes can be kept from others, who are told what to check."""
-    acl = [make_digest_acl("dblocks", "secret", all=True)]
+    """Nodes can be kept from others, who are told what to check; four rights do."""
+    rights = dict.fromkeys(("read", "write", "create", "delete"), True)
+    acl = [make_digest_acl("dblocks", "secret", **rights)]
     options = {"auth_data": [("digest", "dblocks:secret")], "default_acl": acl}
     prefix = f"guarded-{time.monotonic_ns()}"
     mine = configure("mine", KEY_PREFIX=prefix, OPTIONS=options)
@@ -288,6 +289,15 @@ def test_password(configure: Configure, key: str) -> None:
         for other in (key, f"{key}:other"):
             with pytest.raises(NoAuthError, match="auth_data"):
                 distributed_lock(other, backend=theirs).try_acquire()
+        assert backends[mine].request_release(key)
+        (entry,) = backends[mine].entries(key)
+        assert entry.expires_at is not None
+    forced = distributed_lock(key, backend=mine).acquire()
+    assert backends[mine].force_release(key)
+    assert forced.release() is False
+    with distributed_lock(key, f"{key}:other", backend=mine):
+        pass
+    assert distributed_lock(key, permits=2, backend=mine).acquire().release()
 
 
 def test_lock_of_others_that_may_be_read(configure: Configure, key: str) -> None:
