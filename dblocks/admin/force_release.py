@@ -29,7 +29,6 @@ from django.utils.translation import gettext_lazy, ngettext_lazy
 from .. import clock, validation
 from ..backends.database import dialects
 from ..backends.database.expressions import SecondsUntil
-from ..conf import DEFAULT_ALIAS, backends
 from ..interventions import Intervention
 from ..models import DistributedLock, LockQuerySet, State
 from ..permits import apart, in_order
@@ -177,15 +176,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         may_release: bool = request.user.has_perm(PERMISSION)
         return may_release and self.has_view_permission(request, obj)
 
-    @property
-    def locks(self) -> LockQuerySet:
-        """The default backend's table, or the default database's if it has none."""
-        backend = backends[DEFAULT_ALIAS]
-        using = backend.using if backend.has_table else None
-        return cast(LockQuerySet, DistributedLock.objects.using(using))
-
     def get_queryset(self, request: HttpRequest) -> LockQuerySet:
-        rows: Any = super().get_queryset(request).using(self.locks.db)
+        rows: Any = super().get_queryset(request)
         rows = rows.with_state().annotate(until_acquired=SecondsUntil("acquired_at"))
         return cast(LockQuerySet, rows)
 
@@ -376,18 +368,18 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Release this grant or ask its holder to; record it, return the outcome."""
         is_request = kind == Intervention.Kind.REQUEST
         # No later grant, and not what is left of this one once its holder released it.
-        same = self.locks.filter(owner=lock.owner)
+        same = DistributedLock.objects.filter(owner=lock.owner)
         act = same.request_release if is_request else same.force_release
         if is_request and State(lock.state) is not State.HELD:
             return "unheld"
         which = {"permit": lock.permit, "version": lock.version}
         try:
-            if is_busy(self.locks, lock.key, patience):
+            if is_busy(DistributedLock.objects.all(), lock.key, patience):
                 return "busy"
             if not act(lock.lock_key, **which, by=request.user, reason=reason):
                 return "changed"
         except DatabaseError as error:
-            dialect = dialects.of(connections[self.locks.db])
+            dialect = dialects.of(connections[DistributedLock.objects.db])
             if dialect.is_busy(error):
                 return "locked"
             if dialect.is_wait_over(error):

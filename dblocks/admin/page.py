@@ -102,7 +102,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
     def count_waiters(self, locks: Iterable[Any]) -> None:
         """Note for each lock how many wait for it, as far as the server knows."""
         taken = {lock.lock_key for lock in locks if State(lock.state) is not State.FREE}
-        counts = session_locks.waiters(connections[self.locks.db], taken)
+        counts = session_locks.waiters(connections[DistributedLock.objects.db], taken)
         for lock in locks:
             lock.waiting_count = counts.get(lock.lock_key, 0)
 
@@ -249,7 +249,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         response = super().history_view(request, object_id, extra_context)
         if isinstance(response, TemplateResponse):
             context: Any = response.context_data
-            records: Any = Intervention.objects.using(self.locks.db)
+            records: Any = Intervention.objects.using(DistributedLock.objects.db)
             records = records.filter(key=context["object"].pk).order_by("-pk")
             pages = Paginator(records, 100)
             page = pages.get_page(request.GET.get(PAGE_VAR, 1))
