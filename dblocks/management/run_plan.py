@@ -166,28 +166,21 @@ def make_plan(
         argv = _management_command(command, from_command_line, pythonpath)
     elif shell:
         argv = ["/bin/sh", "-c", "--", command[0]]
-    lock = _lock(
-        engine,
+    lock: Lock[Any] = checked(
+        distributed_lock,
         *keys,
         permits=1 if permits is None else permits,
         timeout=timeout,
         lease=seconds,
         hold_at_least=hold_at_least,
         note=_program_name(command[0], shell) if note is None else note,
+        backend=backend,
     )
+    checked(engine.check_terms, seconds, lock.hold_at_least)
     migrates = django and command[0] == "migrate"
     grace, numbered = _kill_after(kill_after, seconds), permits is not None
     heeds = not ignore_requests
     return Plan(lock, numbered, timeout, grace, heeds, argv, engine, migrates)
-
-
-def _lock(engine: BaseBackend, *keys: str, lease: float, **options: Any) -> Lock[Any]:
-    """Make the lock; terms that the engine can't keep are bad usage."""
-    lock: Lock[Any] = checked(
-        distributed_lock, *keys, lease=lease, backend=engine.alias, **options
-    )
-    checked(engine.check_terms, lease, lock.hold_at_least)
-    return lock
 
 
 def _check_command(command: Sequence[str], shell: bool) -> None:
