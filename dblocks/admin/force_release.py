@@ -233,8 +233,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
     ) -> Any:
         lock = kwargs["obj"]
-        free = State(lock.state) is State.FREE
-        if not free and self.has_force_release_permission(request, lock):
+        is_taken = lock.state != State.FREE
+        if is_taken and self.has_force_release_permission(request, lock):
             url = self._url(request, "force_release", key=lock.key)
             context["force_release_url"] = url
         return super().render_change_form(request, context, *args, **kwargs)
@@ -265,7 +265,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, locks: Sequence[DistributedLock], form: ReleaseForm
     ) -> HttpResponse:
         shown = locks[:MAX_AT_ONCE]
-        states = [State(lock.state) for lock in shown]
+        states = [lock.state for lock in shown]
         list_name = capfirst(self.opts.verbose_name_plural)
         crumbs = [(self._url(request, "changelist"), list_name)]
         named = {}
@@ -283,8 +283,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "crumbs_are_list": django.VERSION >= (6, 1),
             "rows": self._rows(shown),
             "limit": MAX_AT_ONCE if len(locks) > MAX_AT_ONCE else None,
-            "held": sum(state is State.HELD for state in states),
-            "expired": sum(state is State.EXPIRED for state in states),
+            "held": states.count(State.HELD),
+            "expired": states.count(State.EXPIRED),
             "form": form,
             "form_url": self._url(request, "force_release", **named),
             "back_url": crumbs[-1][0],
@@ -370,7 +370,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         # No later grant, and not what is left of this one once its holder released it.
         same = DistributedLock.objects.filter(owner=lock.owner)
         act = same.request_release if is_request else same.force_release
-        if is_request and State(lock.state) is not State.HELD:
+        if is_request and lock.state != State.HELD:
             return "unheld"
         which = {"permit": lock.permit, "version": lock.version}
         try:

@@ -101,21 +101,21 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     def count_waiters(self, locks: Iterable[Any]) -> None:
         """Note for each lock how many wait for it, as far as the server knows."""
-        taken = {lock.lock_key for lock in locks if State(lock.state) is not State.FREE}
+        taken = {lock.lock_key for lock in locks if lock.state != State.FREE}
         counts = session_locks.waiters(connections[DistributedLock.objects.db], taken)
         for lock in locks:
             lock.waiting_count = counts.get(lock.lock_key, 0)
 
     def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
         """Return none where the list shows free locks alone."""
-        if request.GET.get(StateFilter.parameter_name) == str(State.FREE):
+        if request.GET.get(StateFilter.parameter_name) == State.FREE:
             return {}
         # Which Django has from 6.1 on.
         where = () if action_location is None else (action_location,)
         return super().get_actions(request, *where)
 
     def action_checkbox(self, obj: DistributedLock) -> SafeString:
-        if State(obj.state) is State.FREE:
+        if obj.state == State.FREE:
             return SafeString()
         ticked = copy(obj)
         ticked.key = escaped(obj.key)
@@ -191,13 +191,13 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("held since"), ordering="acquired_at")
     def since(self, lock: Any) -> SafeString | None:
-        if lock.acquired_at is None or State(lock.state) is State.FREE:
+        if lock.acquired_at is None or lock.state == State.FREE:
             return None
         return time_element(lock.acquired_at, AGO, -lock.until_acquired)
 
     @admin.display(description=gettext_lazy("remaining"), ordering="expires_at")
     def left(self, lock: DistributedLock) -> SafeString | None:
-        if State(lock.state) is State.FREE:
+        if lock.state == State.FREE:
             return None
         phrases = OVERDUE if lock.remaining <= 0 else LENGTH
         return time_element(lock.expires_at, phrases, abs(lock.remaining))
