@@ -89,11 +89,12 @@ class hold_elsewhere:
 
     @async_unsafe("Inside a running event loop write: async with hold_elsewhere(...).")
     def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
+        lease = self._leases.pop()
         try:
             # Not release(): a transaction of the block's is none of the holder's.
-            lease = self._leases.pop()
             lease._release_now(lease._each())
-        except backends[self._lock.backend].errors:
+        # Not by its alias: the block may have replaced the setting.
+        except lease._backend.errors:
             # The block may have broken the test's transaction: its error counts.
             if exc is None:
                 raise
@@ -108,7 +109,6 @@ class hold_elsewhere:
         return lease
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        # Not by its alias: the block may have replaced the setting.
         backend = self._leases[-1]._backend
         await call_in_thread(backend, partial(self.__exit__, *exc_info))
 
