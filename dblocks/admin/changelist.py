@@ -65,12 +65,12 @@ class LockPaginator(Paginator):  # type: ignore[type-arg]
 
     @cached_property
     def keys(self) -> list[str]:
-        keys = self.object_list.values_list("pk", flat=True)
-        first = next(iter(keys.query.order_by), None)
+        rows = self.object_list.values_list("pk", flat=True)
+        keys = list(rows[: MAX_COUNT + 1])
+        first = next(iter(rows.query.order_by), None)
         if first in ("key", "-key"):
-            is_reversed = first == "-key"
-            return sorted(keys[: MAX_COUNT + 1], key=in_order, reverse=is_reversed)
-        return list(keys[: MAX_COUNT + 1])
+            keys.sort(key=in_order, reverse=first == "-key")
+        return keys
 
     @cached_property
     def count(self) -> int:
