@@ -78,8 +78,7 @@ def _moment(moment: datetime | None) -> str | None:
 def facts_of(lock: AnyLock, waiting: int | None = None) -> dict[str, str]:
     """Return what there is to say of a lock, in units for people."""
     is_held = lock.state in {HELD, EXPIRED}
-    remaining = float(lock.remaining)
-    end = "overdue" if lock.state == EXPIRED else "remaining"
+    remaining = abs(float(lock.remaining))
     facts: dict[str, object] = {
         "key": lock.lock_key,
         "permit": lock.permit,
@@ -89,9 +88,10 @@ def facts_of(lock: AnyLock, waiting: int | None = None) -> dict[str, str]:
     }
     if is_held:
         facts["age"] = _span(held_for(lock), "since", lock.acquired_at)
-    if lock.state != FREE:
-        preposition = "since" if lock.state == EXPIRED else "until"
-        facts[end] = _span(abs(remaining), preposition, lock.expires_at)
+    if lock.state == EXPIRED:
+        facts["overdue"] = _span(remaining, "since", lock.expires_at)
+    elif lock.state != FREE:
+        facts["remaining"] = _span(remaining, "until", lock.expires_at)
     if lock.release_requested_at is not None:
         facts["asked to release"] = f"since {_clock(lock.release_requested_at)}"
     facts["waiting"] = waiting
