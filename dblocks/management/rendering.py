@@ -259,7 +259,7 @@ def holder_of(reading: Reading) -> str:
     is_one = reading.permit is None
     if reading.owner:
         if reading.acquired_at is not None:
-            who += f" since {reading.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
+            who += f" since {_clock(reading.acquired_at)}"
         held = "it is held" if is_one else "all permits are taken, one"
         return f"{held} by {who}{note}; its lease can end in {rest}"
     if reading.remaining > 0:
