@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections, models
-from django.db.models import Case, F, Q, Value, When
+from django.db.models import Case, Q, Value, When
 from django.utils.translation import pgettext_lazy
 
 from . import clock, interventions, transaction_locks, validation
@@ -87,7 +87,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         whens = [When(q, then=Value(str(state))) for state, q in _STATES.items()]
         rows: LockQuerySet = self.annotate(  # type: ignore[no-redef]
             state=Case(*whens, output_field=models.CharField()),
-            remaining=SecondsUntil(F("expires_at")),
+            remaining=SecondsUntil("expires_at"),
         )
         return rows
 
