@@ -1,4 +1,4 @@
-"""What a forked child must do first, on systems where processes fork."""
+"""What to do when this process forks, on systems where processes do."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def in_child(function: Callable[[], object]) -> None:
     # Windows, where processes don't fork, has no such function.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def around(before: Callable[[], object], in_parent: Callable[[], object]) -> None:
+    """Have these called before this process forks, and afterwards in the parent."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=in_parent)

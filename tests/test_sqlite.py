@@ -38,6 +38,7 @@ from dblocks.backends.database import (
     several_rows,
     table,
 )
+from dblocks.backends.database.connections import run
 from dblocks.backends.database.dialects.sqlite import BusyTimeout, SQLite
 from dblocks.backends.gates import GateClosed
 from dblocks.conf import backends
@@ -802,8 +803,14 @@ def test_connecting_beside_one_that_keeps_readers_out(
     assert connection.connection is None
 
 
-def test_connecting_leaves_the_timeout_as_configured(lock: Locks) -> None:
+@pytest.mark.parametrize("command", ["", "PRAGMA busy_timeout = 500"])
+def test_connecting_leaves_the_timeout_as_configured(
+    lock: Locks, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So it is on a connection that a lock has opened, as on Django's."""
+    options = connection.settings_dict["OPTIONS"]
+    commands = filter(None, [options.get("init_command"), command])
+    monkeypatch.setitem(options, "init_command", "; ".join(commands))
     connection.close()
     connection.ensure_connection()
     ask = "PRAGMA busy_timeout"
@@ -1386,3 +1393,52 @@ def test_child_of_a_process_that_has_ended(tmp_path: Path, closes: str) -> None:
     # The pipe is at its end when the daemon is, too.
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "taken twice: False True\n", done.stderr
+
+
+def in_forked_child(function: Callable[[], object]) -> bool:
+    """Tell whether a function returned something true in a forked child."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if function() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_fork_beside_a_thread_that_uses_the_file(
+    other: OtherThread, closes: bool
+) -> None:
+    """Closing might wait for ever for what that thread has of SQLite's."""
+    connection.ensure_connection()
+    other.do(DistributedLock.objects.exists)
+    if closes:
+        # It may be about to connect again.
+        other.do(lambda: connection.close())
+    assert in_forked_child(lambda: connection.connection is not None)
+
+
+def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
+    """The child doesn't have for ever what that thread had of the file's locks."""
+    writing = threading.Event()
+
+    def write(connection: Any) -> None:
+        connection.connection.execute("BEGIN IMMEDIATE")
+        writing.set()
+        time.sleep(20 * STEP)
+        connection.connection.execute("ROLLBACK")
+
+    def can_write() -> bool:
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            raw.execute("BEGIN IMMEDIATE")
+        return True
+
+    running = other.start(lambda: run(connections["default"], write))
+    assert writing.wait(DEADLINE)
+    assert in_forked_child(can_write)
+    running.result(timeout=DEADLINE)

@@ -21,8 +21,8 @@ from django.db.transaction import TransactionManagementError
 
 from ... import clock, forks
 from . import dialects, transactions
+from .forking import Busy, keep_out
 from .own_connections import (
-    Busy,
     close,
     connection_beside,
     discard_beside,
@@ -214,7 +214,7 @@ def run(
         connection = _connection(own, writes=writes)
         spare, served = _spare(connection), False
         connection = spare or connection
-        busy.append(connection)
+        busy.add(connection)
         try:
             limit = dialects.of(connection).limit(connection, patience, waited)
             if limit is None:
@@ -349,4 +349,5 @@ def _after_fork_in_child() -> None:
             _thread.unusable[connection.alias] = connection.connection
 
 
+keep_out(_thread)
 forks.in_child(_after_fork_in_child)

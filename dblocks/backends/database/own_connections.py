@@ -15,7 +15,7 @@ from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ... import clock, forks
-from . import dialects, transactions
+from . import dialects, forking, transactions
 
 logger = logging.getLogger("dblocks")
 
@@ -53,19 +53,6 @@ _thread = _Thread()
 #: keep them all: deallocating one would end the parent's session.
 _open: set[Connection] = set()
 _inherited: list[object] = []
-
-
-class Busy(list[Connection]):
-    """The connections that a thread is using, of dblocks' own and of Django's.
-
-    Who uses one keeps this in its frame, which outlives the thread in a forked child.
-    """
-
-    everyones: weakref.WeakValueDictionary[int, Busy] = weakref.WeakValueDictionary()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.everyones[id(self)] = self
 
 
 def separate_connection(alias: str, **limits: int) -> Connection:
@@ -268,18 +255,22 @@ def discard_if_idle(own: Connection, used: Connection) -> None:
 
 
 def _close_inherited() -> None:
-    """Close the parent's connections that would harm the child's."""
-    if any(Busy.everyones.values()):
-        # Closing one in the middle of a statement would harm the parent's.
+    """Close the parent's connections that would harm the child's.
+
+    If another thread may have been in SQLite, that would harm the parent's, or wait for
+    ever.
+    """
+    mine = [*_open, *connections.all(initialized_only=True)]
+    if forking.in_files() or forking.others_use_files(mine):
         return
-    for connection in [*_open, *connections.all(initialized_only=True)]:
+    for connection in mine:
         if dialects.known(connection).harms_after_fork(connection):
             close(connection)
 
 
 def _after_fork_in_child() -> None:
     _close_inherited()
-    Busy.everyones.clear()
+    forking.begin_anew()
     _inherited.extend([*_open, _thread.beside])
     _open.clear()
     _thread.__init__()  # type: ignore[misc]

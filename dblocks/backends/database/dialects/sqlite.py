@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -81,7 +82,8 @@ def _connect(connection: Any, limit: float) -> None:
     Django's own first statements read it in SQLite 3.53, and ``init_command`` may.
     """
     usual, own = _timeout(connection), connection.settings_dict
-    limit = min(limit, usual)
+    # Odd, so that it isn't taken for what init_command sets, and halfway to the next.
+    limit = ((int(min(limit, usual) * 1000) | 1) + 0.5) / 1000
     connection.settings_dict = {**own, "OPTIONS": {**own["OPTIONS"], "timeout": limit}}
     try:
         connection.ensure_connection()
@@ -134,11 +136,13 @@ class SQLite(Dialect):
     def keeps_readers_out(self, connection: Any) -> bool:
         return connection.transaction_mode == "EXCLUSIVE" and not _has_wal(connection)
 
-    def harms_after_fork(self, connection: Connection) -> bool:
+    def harms_after_fork(self, connection: Any) -> bool:
         # SQLite takes the parent's lock on the file for the child's, so that others may
         # delete a write-ahead log that the child goes on with.
-        raw: Any = connection.connection
-        return raw is not None and not raw.in_transaction
+        raw = connection.connection
+        with suppress(connection.Database.ProgrammingError):  # closed by others
+            return raw is not None and not raw.in_transaction
+        return False
 
     def limit(
         self, connection: Connection, patience: float | None, waited: float

@@ -1,0 +1,99 @@
+"""Keeps forks apart from what this process does in SQLite.
+
+A forked child keeps for ever what other threads had of SQLite's locks at that moment:
+one of its mutexes, or the record that this process has the file's write lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper as Connection
+from django.db.backends.signals import connection_created
+
+from ... import clock, forks
+from . import dialects
+
+PATIENCE = 1.0
+"""Seconds for which a fork waits until dblocks' other threads have left SQLite."""
+
+PAUSE = 0.001
+"""Seconds between looks at whether a fork is over, or may begin."""
+
+#: The threads that are about to fork this process.
+_forking: set[int] = set()
+
+#: Connections to SQLite, dblocks' own and Django's of all threads.
+_files: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+class Busy(list[Connection]):
+    """The connections on which operations of a thread are under way.
+
+    The frames of those operations keep this, and outlive the thread in a forked child.
+    """
+
+    everyones: weakref.WeakValueDictionary[int, Busy] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everyones[id(self)] = self
+
+    def add(self, connection: Connection) -> None:
+        """Note that an operation is under way, once no other thread forks."""
+        self.append(connection)
+        while _forking and _forking != {threading.get_ident()}:
+            self.remove(connection)
+            time.sleep(PAUSE)
+            self.append(connection)
+
+    def is_in_file(self) -> bool:
+        """Tell whether its thread may be in SQLite."""
+        return any(not dialects.known(each).has_row_locks for each in self)
+
+
+def in_files(besides: Busy | None = None) -> bool:
+    """Tell whether dblocks may be in SQLite in any thread, or in another one."""
+    everyones = [ref() for ref in Busy.everyones.valuerefs()]
+    return any(b.is_in_file() for b in everyones if b is not None and b is not besides)
+
+
+def others_use_files(mine: Iterable[Connection]) -> bool:
+    """Tell whether there are connections to SQLite besides these.
+
+    One that isn't open may have been about to be opened.
+    """
+    return not _files <= set(mine)
+
+
+def begin_anew() -> None:
+    """Forget the parent's threads, in a forked child."""
+    Busy.everyones.clear()
+    _forking.clear()
+
+
+def keep_out(mine: threading.local) -> None:
+    """Have forks wait for what other threads do; ``mine.busy`` is a thread's own."""
+
+    def before() -> None:
+        _forking.add(threading.get_ident())
+        give_up = clock.monotonic() + PATIENCE
+        while in_files(besides=mine.busy) and clock.monotonic() < give_up:
+            time.sleep(PAUSE)
+
+    def in_parent() -> None:
+        _forking.discard(threading.get_ident())
+
+    forks.around(before, in_parent)
+
+
+def _note(connection: Connection, **kwargs: Any) -> None:
+    if not dialects.known(connection).has_row_locks:
+        _files.add(connection)
+
+
+connection_created.connect(_note)
