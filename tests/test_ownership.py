@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +15,7 @@ from django.db import connections
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, current_lease
 from tests.support.fixtures import OtherThread, in_memory, outranks
+from tests.support.processes import in_forked_child
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
 Locks = Callable[..., Lock]
@@ -402,32 +400,6 @@ def test_cancelled_acquire_leaves_nothing(
 
 
 # Forked children
-
-
-def in_forked_child(function: Callable[[], Any]) -> Any:
-    """Return what the function returns in a child made by os.fork."""
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            answer: Any = function()
-        except BaseException as error:  # told to the parent
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writable, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writable)
-    try:
-        eventually(
-            lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), what="the child's end"
-        )
-    except BaseException:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        raise
-    with os.fdopen(readable) as pipe:
-        return json.loads(pipe.read())
 
 
 def test_inherited_lease_is_lost(acquire: Leases, obtainable: Obtainable) -> None:

@@ -33,6 +33,7 @@ from dblocks import (
 )
 from dblocks.backends.database import (
     file_locks,
+    forking,
     one_writer,
     permit_rows,
     several_rows,
@@ -46,7 +47,7 @@ from dblocks.models import DistributedLock
 from dblocks.test import move_clock
 from tests.support.factories import AccountFactory, let_expire
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Workers
+from tests.support.processes import Workers, in_forked_child
 from tests.support.timing import DEADLINE, SLACK, STEP, eventually, scaled, takes
 from tests.testapp.models import Account
 
@@ -1199,15 +1200,18 @@ def test_too_many_queues(
     assert not gate.held
 
 
-@pytest.mark.usefixtures("queue")
-@pytest.mark.parametrize("permits", [1, 20])
-def test_many_keys_leave_files_to_open(
-    key: str, permits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who holds many keys, one by one, goes on without gates, and excludes others."""
+@pytest.fixture
+def most(queue: None, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many files the queue may have open: five more than are in use."""
     file_locks._idle.clear()
     most = len(file_locks._File.all_open) + 5
     monkeypatch.setattr(file_locks, "MOST_OPEN", most)
+    return most
+
+
+@pytest.mark.parametrize("permits", [1, 20])
+def test_many_keys_leave_files_to_open(key: str, permits: int, most: int) -> None:
+    """Who holds many keys, one by one, goes on without gates, and excludes others."""
     with ExitStack() as stack:
         for number in range(20):
             name = key if permits > 1 else f"{key}:{number}"
@@ -1221,14 +1225,8 @@ def test_many_keys_leave_files_to_open(
     assert last.acquire().release()
 
 
-@pytest.mark.usefixtures("queue")
-def test_idle_descriptors_of_other_files(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_descriptors_of_other_files(key: str, tmp_path: Path, most: int) -> None:
     """They keep nobody out of the queue: they are closed when others need them."""
-    file_locks._idle.clear()
-    most = len(file_locks._File.all_open) + 5
-    monkeypatch.setattr(file_locks, "MOST_OPEN", most)
     for number in range(5):
         other = tmp_path / str(number)
         other.touch()
@@ -1395,20 +1393,6 @@ def test_child_of_a_process_that_has_ended(tmp_path: Path, closes: str) -> None:
     assert done.stdout == "taken twice: False True\n", done.stderr
 
 
-def in_forked_child(function: Callable[[], object]) -> bool:
-    """Tell whether a function returned something true in a forked child."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if function() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @pytest.mark.parametrize("closes", [False, True])
 def test_fork_beside_a_thread_that_uses_the_file(
     other: OtherThread, closes: bool
@@ -1419,7 +1403,7 @@ def test_fork_beside_a_thread_that_uses_the_file(
     if closes:
         # It may be about to connect again.
         other.do(lambda: connection.close())
-    assert in_forked_child(lambda: connection.connection is not None)
+    assert in_forked_child(lambda: connection.connection is not None) is True
 
 
 def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
@@ -1440,5 +1424,18 @@ def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
 
     running = other.start(lambda: run(connections["default"], write))
     assert writing.wait(DEADLINE)
-    assert in_forked_child(can_write)
+    assert in_forked_child(can_write) is True
     running.result(timeout=DEADLINE)
+
+
+def test_nothing_begins_while_a_thread_forks(
+    other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be in SQLite at that moment waits until the fork is over."""
+    some_thread = -1
+    monkeypatch.setattr(forking, "_forking", {some_thread})
+    running = other.start(lambda: run(connections["default"], lambda connection: 7))
+    time.sleep(5 * STEP)
+    assert not running.done()
+    forking._forking.clear()
+    assert running.result(timeout=DEADLINE) == 7

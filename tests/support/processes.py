@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,32 @@ from tests.support.worker import serve
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 Event = dict[str, Any]
+
+
+def in_forked_child(function: Callable[[], Any]) -> Any:
+    """Return what the function returns in a child made by os.fork."""
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            answer: Any = function()
+        except BaseException as error:  # told to the parent
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writable, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writable)
+    try:
+        eventually(
+            lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), what="the child's end"
+        )
+    except BaseException:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        raise
+    with os.fdopen(readable) as pipe:
+        return json.loads(pipe.read())
 
 
 def state_of(pid: int) -> str:
