@@ -974,6 +974,14 @@ def test_release_refused(run: Run, arguments: list[str], words: str) -> None:
     assert DistributedLock.objects.held().count() == 1
 
 
+@pytest.mark.parametrize("place", ["--backend locmem", "--database default"])
+def test_advice_leads_to_the_same_place(run: Run, place: str) -> None:
+    """The list to look at is that of the database or backend that was asked."""
+    status, out, err = run("show", "nobody's", *place.split())
+    assert (status, out) == (1, "")
+    assert f"; manage.py locks list {place} shows all" in err
+
+
 def test_database_beside_a_wrong_entry(run: Run, settings: Any) -> None:
     """The default backend's entry is wrong: status 78, also with --database."""
     settings.DBLOCKS = {"default": {"BACKEND": "dblocks.backends.nowhere.Backend"}}
@@ -1858,6 +1866,20 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("release", "k", "--yes", "--verbosity", "0") == (130, "", "")
     with pytest.raises(KeyboardInterrupt):
         call_command("locks", "release", "k", "--yes")
+
+
+def test_interrupted_at_the_question(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no answer: the command is interrupted, and nothing was released."""
+    LockFactory(key="k", held=True)
+
+    def reply() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", reply)
+    status, out, err = run("release", "k")
+    assert (status, out) == (130, "")
+    assert "[y/N] \n" in err
+    assert stored("k").version == 1
 
 
 @pytest.mark.usefixtures("two_writers")

@@ -70,13 +70,21 @@ class Selection:
         return is_held and self._words.search(lock.holder) is not None
 
 
-def advice_for(key: str) -> str:
-    """Say what to do about a key that no lock has."""
+def place_of(database: str | None, backend: str | None) -> str:
+    """Return the option that leads another command to the same locks."""
+    for option, alias in (("--database", database), ("--backend", backend)):
+        if alias is not None:
+            return f" {option} {quote(alias)}"
+    return ""
+
+
+def advice_for(key: str, place: str) -> str:
+    """Say what to do about a key that no lock has in a place."""
     if _MAGIC.search(key) and key.isprintable():
         # Behind a space, a dash would begin another option.
         between = "=" if key[0] == "-" else " "
         return f"for a pattern write --key{between}{quote(key)}, with list or release"
-    return "manage.py locks list shows all"
+    return f"manage.py locks list{place} shows all"
 
 
 def _by_age(lock: AnyLock) -> tuple[bool, float]:

@@ -38,7 +38,7 @@ from ..rendering import (
     taken_for,
     unheld,
 )
-from ..selection import Selection, advice_for, ordered
+from ..selection import Selection, advice_for, ordered, place_of
 from ..sources import source_of
 from ..statuses import (
     BROKEN_PIPE,
@@ -128,6 +128,7 @@ exit status:
         #: For people; stdout itself is for JSON.
         self.out = Output(self.stdout if verbosity else OutputWrapper(StringIO()))
         self.source = source_of(database, backend)
+        self.place = place_of(database, backend)
         self.display = Display(self.source, self.stdout, self.out, self.style)
         try:
             act(**options)
@@ -206,7 +207,7 @@ exit status:
             locks = [lock for lock in locks if lock.permit == permit]
         if not locks:
             what = named(key, permit).removeprefix("the ")
-            self.fail(f"there is no {what}; {advice_for(key)}")
+            self.fail(f"there is no {what}; {advice_for(key, self.place)}")
         return locks
 
     # Changing
@@ -385,7 +386,11 @@ exit status:
             connections.close_all()
         try:
             answer = input() if self.standard_error.flush() else ""
-        except (EOFError, KeyboardInterrupt, OSError, RuntimeError, ValueError):
+        except KeyboardInterrupt:
+            # What follows begins a line.
+            self.stderr.write("")
+            raise
+        except (EOFError, OSError, RuntimeError, ValueError):
             # Also without a standard input, if it can't be read (nohup), and if it has
             # something else than text.
             answer = ""
