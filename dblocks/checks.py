@@ -50,8 +50,10 @@ W016: MySQL or MariaDB rolls back whole transactions after a lock wait timeout. 
     ``innodb_rollback_on_timeout`` off.
 W017: A connection to SQLite keeps the file for itself, so that leases aren't renewed.
     Take ``PRAGMA locking_mode=EXCLUSIVE`` out of its ``OPTIONS``.
+W018: MySQL or MariaDB counts the rows that an ``UPDATE`` changed, not those that it
+    found. Add ``CLIENT.FOUND_ROWS`` to the ``client_flag`` in ``OPTIONS``.
 
-W001, W004 and W010 to W017 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W018 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -161,7 +163,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """E002, W001 to W003, W007 and W010 to W017: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W018: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -117,7 +117,7 @@ def test_each_has_a_section() -> None:
     sections = re.findall(r"^## dblocks\.([EW]\d{3})$", PAGE, re.MULTILINE)
     assert sections == sorted(used)
     assert re.findall(r"^([EW]\d{3}): ", str(checks.__doc__), re.M) == sections
-    assert used == {"E001", "E002", *(f"W{number:03}" for number in range(1, 18))}
+    assert used == {"E001", "E002", *(f"W{number:03}" for number in range(1, 19))}
 
 
 def test_first_migrate() -> None:
@@ -527,7 +527,7 @@ def test_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert word in the_one("W007", found("default"))
 
 
-# W010 and W017
+# W010, W017 and W018
 
 
 @pytest.mark.parametrize("journal", ["wal", "delete"])
@@ -574,6 +574,30 @@ def test_sqlite_file_that_is_kept(tmp_path: Path) -> None:
         finally:
             file.close()
     assert "keeps the SQLite file" in the_one("W017", found)
+
+
+def test_mysql_that_counts_changed_rows() -> None:
+    """W018: a project's own client_flag replaces Django's."""
+    if connection.vendor != "mysql":
+        pytest.skip("about drivers of MySQL")
+    from MySQLdb.constants import CLIENT
+
+    own = connections["default"].copy()
+    flags = {
+        "plain": CLIENT.LOCAL_FILES,
+        "added": CLIENT.FOUND_ROWS | CLIENT.LOCAL_FILES,
+    }
+    told = {}
+    for name, flag in flags.items():
+        own.settings_dict["OPTIONS"] = own.settings_dict["OPTIONS"] | {
+            "client_flag": flag
+        }
+        try:
+            told[name] = list(dialects.of(own).findings(own))
+        finally:
+            own.close()
+    assert "changed" in the_one("W018", told["plain"])
+    assert told["added"] == []
 
 
 def test_sqlite_is_checked() -> None:

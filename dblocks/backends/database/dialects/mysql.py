@@ -15,6 +15,9 @@ from ...messages import warning
 from .base import TABLE, Dialect, Shape, ask, digest, gevent_waits
 from .galera import clock_findings
 
+FOUND_ROWS = 2
+"""Django's ``client_flag``, which a project's own replaces."""
+
 NAMES_AT_ONCE = 500
 """Session locks that one statement asks for."""
 
@@ -249,6 +252,13 @@ class MySQL(Dialect):
                 f"After a lock wait timeout, the server of {connection.alias!r} rolls "
                 f"back the whole transaction, and later statements begin another.",
                 "Switch innodb_rollback_on_timeout off.",
+            )
+        if not connection.get_connection_params()["client_flag"] & FOUND_ROWS:
+            yield warning(
+                "W018",
+                f"The server of {connection.alias!r} counts the rows that an UPDATE "
+                f"changed, not those that it found.",
+                "Add CLIENT.FOUND_ROWS of the driver to the client_flag in OPTIONS.",
             )
         if self.certifies:
             yield from clock_findings(connection)
