@@ -261,10 +261,7 @@ class LeaseBlock(ABC):
 
     async def arelease(self) -> bool:
         """Async twin of :meth:`release`. Finishes if the task is cancelled."""
-        if self._deferred:
-            return False
-        release = partial(self._release_now, self._due())
-        return await call_in_thread(self._backend, release)
+        return await call_in_thread(self._backend, self._release_or_defer)
 
     def _due(self) -> Sequence[Lease]:
         """Return the leases that no thread's transaction keeps until its end."""

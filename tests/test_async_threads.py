@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.db import connection, transaction
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock, distributed_lock, signals
@@ -21,6 +22,7 @@ from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
+from tests.test_transactions import RolledBack
 
 T = TypeVar("T")
 Locks = Callable[..., Lock]
@@ -101,6 +103,23 @@ def test_sync_waiter_doesnt_hold_up_the_release(lock: Locks, release: Any) -> No
             assert await soon(waiting, "the sync waiter") is True
         finally:
             await asyncio.wait([waiting], timeout=DEADLINE)
+
+    run(main())
+
+
+def test_code_that_ran_a_transaction(lock: Locks) -> None:
+    """Nor is it held up because the task has had a transaction there before."""
+
+    @sync_to_async
+    def write() -> None:
+        with transaction.atomic(), suppress(RolledBack), transaction.atomic():
+            raise RolledBack
+        connection.close()
+
+    async def main() -> None:
+        await write()
+        async with occupied():
+            await enter(lock())
 
     run(main())
 

@@ -96,6 +96,23 @@ def test_release_waits_for_the_end(
     assert not taken()
 
 
+@ENDINGS
+def test_async_release_waits_for_the_end(
+    acquire: Leases, taken: Callable[[], bool], end: Callable[[], None]
+) -> None:
+    """So does one by async code that sync code runs inside the transaction."""
+    lease = acquire()
+    try:
+        with transaction.atomic():
+            AccountFactory()
+            assert async_to_sync(lease.arelease)() is True
+            assert taken()
+            end()
+    except RolledBack:
+        pass
+    assert not taken()
+
+
 def test_leaving_the_block_waits_for_the_end(
     lock: Locks, taken: Callable[[], bool], key: str
 ) -> None:
@@ -250,14 +267,17 @@ def test_operators_verbs_with_autocommit_off(
 
 
 @pytest.mark.needs("has_table")
-def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_sqlite_inside_a_transaction(committed: None, key: str, is_async: bool) -> None:
     """SQLite has one writer: a lock inside atomic() is refused, with advice."""
     if connection.vendor != "sqlite":
         pytest.skip("this database has many writers")
     account = AccountFactory(balance=1)
+    lock = distributed_lock(key)
+    acquire = async_to_sync(lock.aacquire) if is_async else lock.acquire
     with transaction.atomic():
         with takes(at_most=SLACK), pytest.raises(TransactionManagementError) as caught:
-            distributed_lock(key).acquire(timeout=5)
+            acquire(timeout=5)
         Account.objects.filter(pk=account.pk).update(balance=2)
     account.refresh_from_db()
     assert account.balance == 2
@@ -298,6 +318,26 @@ def test_sqlite_inner_acquisition_writes_nothing(acquire: Leases, key: str) -> N
 
 
 # A lock taken inside the transaction
+
+
+@pytest.mark.usefixtures("locks_beside")
+def test_async_code_inside_a_transaction(
+    lock: Locks, taken: Callable[[], bool], account: Account
+) -> None:
+    """Async code that sync code runs in a transaction keeps its lock until its end."""
+
+    async def add() -> None:
+        async with lock():
+            seen = await Account.objects.aget(pk=account.pk)
+            await Account.objects.filter(pk=account.pk).aupdate(
+                balance=seen.balance + 1
+            )
+
+    with transaction.atomic():
+        async_to_sync(add)()
+        assert taken()
+    assert not taken()
+    assert balance_of(account) == 1
 
 
 @pytest.mark.usefixtures("locks_beside")

@@ -17,6 +17,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 
 from ..backends.base import BaseBackend
+from ..backends.database import transactions
 from ..backends.database.own_connections import run_apart
 from ..workers import Workers
 
@@ -44,13 +45,16 @@ async def call_in_thread(
 ) -> T:
     """Call a function that asks an engine, without blocking the event loop.
 
-    The call is made whatever becomes of the task. In a ``TestCase`` it runs in the
-    test's thread, because only that thread's connection sees the test's rows.
+    The call is made whatever becomes of the task. In a ``TestCase``, and where sync
+    code that has a transaction open runs the task, it is made in the thread of that
+    transaction: Django runs the task's queries there, and only there is known when it
+    ends.
 
     Args:
         undo: Called with the result, in a thread, if the task was cancelled meanwhile.
     """
-    start = _start_in_test if backend.is_in_test_case() else workers.start
+    in_transaction = transactions.is_inside() or backend.is_in_test_case()
+    start = _start_in_djangos_thread if in_transaction else workers.start
     call = _Call(function, undo)
     start(call)
     try:
@@ -66,12 +70,12 @@ async def call_in_thread(
 
 
 #: The event loop itself keeps no reference to them.
-_tasks_in_test: set[asyncio.Future[None]] = set()
+_tasks: set[asyncio.Future[None]] = set()
 
 
-def _start_in_test(call: Callable[[], None]) -> None:
-    _tasks_in_test.add(task := asyncio.ensure_future(sync_to_async(call)()))
-    task.add_done_callback(_tasks_in_test.discard)
+def _start_in_djangos_thread(call: Callable[[], None]) -> None:
+    _tasks.add(task := asyncio.ensure_future(sync_to_async(call)()))
+    task.add_done_callback(_tasks.discard)
 
 
 class _Call(Generic[T]):

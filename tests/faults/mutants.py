@@ -526,8 +526,8 @@ MUTANTS = [
     Mutant(
         "async verbs in asgiref's thread",
         "waiting/threads.py",
-        "    start = _start_in_test if backend.is_in_test_case() else workers.start\n",
-        "    start = _start_in_test\n",
+        "    start = _start_in_djangos_thread if in_transaction else workers.start\n",
+        "    start = _start_in_djangos_thread\n",
         (
             "tests/test_async_threads.py::test_sync_code_holds_up_no_verb[default-acquire]",
         ),

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -45,6 +46,12 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 forks.in_child(_thread.__init__)  # type: ignore[misc]
+
+_blocks: ContextVar[int] = ContextVar("dblocks_blocks", default=0)
+"""How many ``atomic()`` blocks this code is in, a ``TestCase``'s apart.
+
+Async code is in those of the sync code that runs it, by ``async_to_sync()``.
+"""
 
 _test_cases: weakref.WeakSet[Connection] = weakref.WeakSet()
 """The connections on which a ``TestCase`` has begun a transaction."""
@@ -104,6 +111,11 @@ def transaction_is_open() -> bool:
                 f"lock must be kept until then. Use transaction.atomic()."
             )
     return False
+
+
+def is_inside() -> bool:
+    """Tell whether this code, or the sync code that runs it, is in ``atomic()``."""
+    return _blocks.get() > 0
 
 
 def at_end(stage: int, function: Callable[[], object]) -> None:
@@ -205,11 +217,15 @@ def watch() -> None:
         enter(self)
         if self._from_testcase:
             _test_cases.add(transaction.get_connection(self.using))
+        else:
+            _blocks.set(_blocks.get() + 1)
 
     @functools.wraps(leave)
     def watched_leave(self: Any, exc_type: Any, exc: Any, traceback: Any) -> Any:
         thread = _thread
         outer = thread.leaving
+        if not self._from_testcase:
+            _blocks.set(max(_blocks.get() - 1, 0))
         try:
             thread.leaving = outer + 1
             return leave(self, exc_type, exc, traceback)
