@@ -146,14 +146,13 @@ def _row_key(key: str, permit: int, asked: str) -> str:
     return whole
 
 
-def text(
-    name: str, value: object, longest: int = MAX_NOTE, *, empty: bool = True
-) -> str:
+def text(name: str, value: Any, longest: int = MAX_NOTE, *, empty: bool = True) -> str:
     """Return free text; ``name`` is the argument's."""
-    if not isinstance(value, str):
+    kind = type(value)
+    # For isinstance(), a lazy object of Django's is what it stands for.
+    if not issubclass(kind, str):
         # A lazy translation looks like a str.
-        kind = type(value).__name__
-        raise TypeError(f"{name} must be a str, not {value!r} ({kind})")
+        raise TypeError(f"{name} must be a str, not {value!r} ({kind.__name__})")
     flaw = ""
     if not value and not empty:
         flaw = "be empty"

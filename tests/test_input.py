@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from django.utils.functional import SimpleLazyObject
 from django.utils.translation import gettext_lazy
 
 from dblocks import InvalidKey, Lease, Lock, distributed_lock, transaction_lock
@@ -249,6 +250,14 @@ def test_lazy_translation_as_key(committed: None) -> None:
     for lock in (distributed_lock, decorated):
         with refused(InvalidKey, "key must be a str, not 's' (__proxy__)"):
             lock(gettext_lazy("s"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["key", "owner", "note"])
+def test_lazy_object(committed: None, name: str) -> None:
+    """It passes for a str, and is refused as what it is."""
+    texts: Any = {"key": "k", name: SimpleLazyObject(lambda: "s")}
+    with refused((TypeError, InvalidKey), f"{name} must be a str", "SimpleLazyObject"):
+        distributed_lock(texts.pop("key"), **texts)
 
 
 def test_options_are_named(committed: None) -> None:
