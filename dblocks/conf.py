@@ -86,7 +86,9 @@ class Backends:
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """The setting, with the defaults filled in."""
-        given = getattr(settings, "DBLOCKS", None) or {}
+        given = getattr(settings, "DBLOCKS", None)
+        if given is None:
+            given = {}
         if not isinstance(given, Mapping):
             raise ImproperlyConfigured(f"DBLOCKS must be a dict, not {given!r}.")
         merged = {DEFAULT_ALIAS: DEFAULTS}

@@ -34,6 +34,8 @@ def token_of(fence: Fence) -> int:
         )
     if token < 0:
         raise ValueError(f"fence must not be negative: {fence!r}")
+    if token >= 2**63:
+        raise ValueError(f"fence must be less than 2**63, as every token is: {fence!r}")
     return token
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from . import clock, signals
+from . import clock, signals, validation
 from .holding import news, owners
 from .holding.holds import RELEASED, Claim, Hold
 from .holding.sets import release_together
@@ -113,6 +113,7 @@ class Lease(LeaseBlock):
         and after a force release at the next renewal. If the lease is lost already, the
         call comes at once. Exceptions that the function raises are logged.
         """
+        validation.callback(callback)
         self._hold.loss_callbacks.append((self._ref, callback))
         self._hold.note_overdue()
         if self._hold.lost_reason is not None:
@@ -124,6 +125,7 @@ class Lease(LeaseBlock):
         The call comes from a thread of dblocks after the next renewal, or at once if
         the request is known already. Exceptions that the function raises are logged.
         """
+        validation.callback(callback)
         self._hold.request_callbacks.append((self._ref, callback))
         if self._hold.release_requested:
             news.call_back(self._hold.request_callbacks)

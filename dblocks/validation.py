@@ -251,6 +251,12 @@ def on_locked(value: object) -> OnLocked:
     raise kind(f"on_locked must be None, 'raise', 'skip' or a callable, not {value!r}")
 
 
+def callback(value: object) -> None:
+    """Refuse what can't be called later."""
+    if not callable(value):
+        raise TypeError(f"callback must be a callable, not {value!r}")
+
+
 class RowWait(NamedTuple):
     """How ``SELECT … FOR UPDATE`` treats a taken key."""
 

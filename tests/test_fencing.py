@@ -386,6 +386,15 @@ def test_negative_token(account: Account) -> None:
     assert mine(account).balance != 5
 
 
+def test_token_that_no_lease_has(account: Account) -> None:
+    """One that no column holds is refused before any statement."""
+    for token in (2**63, str(2**63)):
+        with pytest.raises(ValueError, match="fence must be less than"):
+            Account.objects.filter(pk=account.pk).fenced_update(token, balance=5)
+    Account.objects.filter(pk=account.pk).fenced_update(2**63 - 1, balance=5)
+    assert mine(account).balance == 5
+
+
 @pytest.mark.parametrize("model", [Account, DistributedLock])
 def test_annotations_can_be_evaluated(model: type) -> None:
     """They name nothing that only type checkers know."""

@@ -260,6 +260,15 @@ def test_lazy_object(committed: None, name: str) -> None:
         distributed_lock(texts.pop("key"), **texts)
 
 
+@pytest.mark.parametrize("keys", [["k"], ["k", "l"]])
+def test_callback(committed: None, keys: list[str]) -> None:
+    """What can't be called is refused when it is given, not when the lease is lost."""
+    with distributed_lock(*keys).acquire() as held:
+        for register in (held.on_lost, held.on_release_requested):
+            with refused(TypeError, "callback must be a callable", "'stop'"):
+                register("stop")  # type: ignore[arg-type]
+
+
 def test_options_are_named(committed: None) -> None:
     """Only keys may be given by position."""
     with refused(InvalidKey, "5"):

@@ -166,6 +166,7 @@ def test_forgotten_app(settings: Any, key: str) -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "no dict": ("default", "DBLOCKS"),
+    "empty list": ([], "DBLOCKS"),
     "a list": ([{"BACKEND": DATABASE}], "DBLOCKS"),
     "entry": ({"default": None}, "default"),
     "entry of a string": ({"default": DATABASE}, "default"),
