@@ -47,7 +47,7 @@ FEWEST_JOBS, MOST_JOBS = 2, 8
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.
-SPARE = 0.12
+SPARE = 0.06
 
 
 @dataclass
@@ -307,8 +307,11 @@ def divided(
         short = configuration.name in options.short
         # Where there are few runs, and of those that come last, shorter ones keep the
         # processors busy.
-        few = brief or short or configuration.engine is not None
-        length = SHARE / 2 if few else SHARE
+        length: float = SHARE
+        if brief or short:
+            length = SHARE / 2
+        elif configuration.engine is not None:
+            length = SHARE * 3 / 4
         for share in shares(configuration.modules(brief=brief, short=short), length):
             yield seconds(share), [f"tests/test_{name}.py" for name in share]
 
