@@ -175,7 +175,8 @@ class Connection:
             )
         return ConnectionLoss(
             f"ZooKeeper at {self.address.hosts} did not answer within "
-            f"{CONNECT_WITHIN:g} s: check that it is running, and {where}['LOCATION']."
+            f"{CONNECT_WITHIN:g} s: check that it is running, and the LOCATION and, "
+            f"for TLS or SASL, the OPTIONS of {where}."
         )
 
     def check(self) -> None:
