@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, transaction
 from django.db.backends.utils import CursorWrapper
 
@@ -122,6 +122,26 @@ def test_code_that_ran_a_transaction(lock: Locks) -> None:
             await enter(lock())
 
     run(main())
+
+
+@pytest.mark.usefixtures("locks_beside")
+def test_waiter_doesnt_hold_up_sync_code(lock: Locks, other: OtherThread) -> None:
+    """Nor the other way round, inside a transaction of the code that runs both."""
+    theirs = other.do(lambda: lock().acquire(timeout=0))
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(lock().atry_acquire(timeout=LONG))
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            await soon(sync_to_async(int)(), "sync code")
+        assert not waiting.done()
+        other.do(theirs.release)
+        lease = await soon(waiting, "the waiter")
+        assert lease is not None
+        assert await lease.arelease() is True
+
+    with transaction.atomic():
+        async_to_sync(main)()
 
 
 async def acquire(lock: Lock) -> None:

@@ -42,6 +42,8 @@ async def call_in_thread(
     backend: BaseBackend,
     function: Callable[[], T],
     undo: Callable[[T], object] | None = None,
+    *,
+    waits: bool = False,
 ) -> T:
     """Call a function that asks an engine, without blocking the event loop.
 
@@ -52,8 +54,10 @@ async def call_in_thread(
 
     Args:
         undo: Called with the result, in a thread, if the task was cancelled meanwhile.
+        waits: It waits for others, and must not hold up that thread.
     """
-    in_transaction = transactions.is_inside() or backend.is_in_test_case()
+    inside = transactions.is_inside() and not waits
+    in_transaction = inside or backend.is_in_test_case()
     start = _start_in_djangos_thread if in_transaction else workers.start
     call = _Call(function, undo)
     start(call)
