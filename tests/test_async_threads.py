@@ -17,9 +17,11 @@ from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock, distributed_lock, signals
 from dblocks.backends.database import dialects
+from dblocks.backends.database.session_locks import SessionLock
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
+from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
 from tests.test_transactions import RolledBack
@@ -124,24 +126,31 @@ def test_code_that_ran_a_transaction(lock: Locks) -> None:
     run(main())
 
 
-@pytest.mark.usefixtures("locks_beside")
-def test_waiter_doesnt_hold_up_sync_code(lock: Locks, other: OtherThread) -> None:
+@pytest.mark.database_backend
+@pytest.mark.usefixtures("two_writers")
+def test_waiter_doesnt_hold_up_sync_code(
+    lock: Locks, key: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor the other way round, inside a transaction of the code that runs both."""
-    theirs = other.do(lambda: lock().acquire(timeout=0))
+    entered, in_thread = SessionLock.enter, list[threading.Thread]()
+
+    def enter(self: SessionLock, seconds: float) -> None:
+        in_thread.append(threading.current_thread())
+        entered(self, seconds)
 
     async def main() -> None:
-        waiting = asyncio.ensure_future(lock().atry_acquire(timeout=LONG))
-        for _ in range(5):
-            await asyncio.sleep(0.1)
-            await soon(sync_to_async(int)(), "sync code")
-        assert not waiting.done()
-        other.do(theirs.release)
-        lease = await soon(waiting, "the waiter")
-        assert lease is not None
-        assert await lease.arelease() is True
+        async with lock(timeout=LONG):
+            pass
 
+    monkeypatch.setattr(SessionLock, "enter", enter)
+    holder = workers.start("hold", key=key)
+    holder.expect("held")
+    threading.Timer(0.5, holder.tell, ["release"]).start()
     with transaction.atomic():
         async_to_sync(main)()
+    holder.until_done()
+    assert in_thread
+    assert threading.current_thread() not in in_thread
 
 
 async def acquire(lock: Lock) -> None:
