@@ -126,7 +126,7 @@ def test_code_that_ran_a_transaction(lock: Locks) -> None:
     run(main())
 
 
-@pytest.mark.database_backend
+@pytest.mark.needs("has_table")
 @pytest.mark.usefixtures("two_writers")
 def test_waiter_doesnt_hold_up_sync_code(
     lock: Locks, key: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
