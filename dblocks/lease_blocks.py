@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,7 @@ sync_only = async_unsafe(
 )
 
 T = TypeVar("T", bound="LeaseBlock")
+AtEnd = Callable[[Callable[[], object]], bool]
 
 PATIENCE = 1.0
 """Seconds for which a renewal that meets a locked row is tried again."""
@@ -261,23 +262,29 @@ class LeaseBlock(ABC):
 
     async def arelease(self) -> bool:
         """Async twin of :meth:`release`. Finishes if the task is cancelled."""
-        return await call_in_thread(self._backend, self._release_or_defer)
+        caller = transactions.caller()
+        at_end = None if caller is None else caller.at_end
+        release = partial(self._release_or_defer, at_end)
+        return await call_in_thread(self._backend, release)
 
     def _due(self) -> Sequence[Lease]:
         """Return the leases that no thread's transaction keeps until its end."""
         return [each for each in self._each() if not each._deferred]
 
-    def _release_or_defer(self) -> bool:
+    def _release_or_defer(self, at_end: AtEnd | None = transactions.at_own_end) -> bool:
+        """Release, or leave that to the end of a transaction.
+
+        Args:
+            at_end: Leaves it, unless none is open. By default, that of this thread.
+        """
         if self._deferred or not self._open:
             return False
         due = self._due()
         # An overdue one whose guard passed is pinned until the transaction ends.
         counts = self._committed or any(each._hold.is_live() for each in due)
-        if counts and transactions.transaction_is_open():
+        if counts and at_end and at_end(partial(self._release_at_end, due)):
             for each in (self, *due):
                 each._deferred = True
-            release = partial(self._release_at_end, due)
-            transactions.at_end(transactions.RELEASE, release)
             return self._committed or self.held
         return self._release_now(due)
 

@@ -11,20 +11,16 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
-from django.db import connection, transaction
+from asgiref.sync import sync_to_async
 from django.db.backends.utils import CursorWrapper
 
 from dblocks import Lease, Lock, distributed_lock, signals
 from dblocks.backends.database import dialects
-from dblocks.backends.database.session_locks import SessionLock
 from dblocks.conf import backends
 from dblocks.permits import row_keys
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, eventually
 from tests.test_ownership import run
-from tests.test_transactions import RolledBack
 
 T = TypeVar("T")
 Locks = Callable[..., Lock]
@@ -107,50 +103,6 @@ def test_sync_waiter_doesnt_hold_up_the_release(lock: Locks, release: Any) -> No
             await asyncio.wait([waiting], timeout=DEADLINE)
 
     run(main())
-
-
-def test_code_that_ran_a_transaction(lock: Locks) -> None:
-    """Nor is it held up because the task has had a transaction there before."""
-
-    @sync_to_async
-    def write() -> None:
-        with transaction.atomic(), suppress(RolledBack), transaction.atomic():
-            raise RolledBack
-        connection.close()
-
-    async def main() -> None:
-        await write()
-        async with occupied():
-            await enter(lock())
-
-    run(main())
-
-
-@pytest.mark.needs("has_table")
-@pytest.mark.usefixtures("two_writers")
-def test_waiter_doesnt_hold_up_sync_code(
-    lock: Locks, key: str, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor the other way round, inside a transaction of the code that runs both."""
-    entered, in_thread = SessionLock.enter, list[threading.Thread]()
-
-    def enter(self: SessionLock, seconds: float) -> None:
-        in_thread.append(threading.current_thread())
-        entered(self, seconds)
-
-    async def main() -> None:
-        async with lock(timeout=LONG):
-            pass
-
-    monkeypatch.setattr(SessionLock, "enter", enter)
-    holder = workers.start("hold", key=key)
-    holder.expect("held")
-    threading.Timer(0.5, holder.tell, ["release"]).start()
-    with transaction.atomic():
-        async_to_sync(main)()
-    holder.until_done()
-    assert in_thread
-    assert threading.current_thread() not in in_thread
 
 
 async def acquire(lock: Lock) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.conf import settings
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.db.models import F, QuerySet
@@ -267,17 +270,14 @@ def test_operators_verbs_with_autocommit_off(
 
 
 @pytest.mark.needs("has_table")
-@pytest.mark.parametrize("is_async", [False, True])
-def test_sqlite_inside_a_transaction(committed: None, key: str, is_async: bool) -> None:
+def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
     """SQLite has one writer: a lock inside atomic() is refused, with advice."""
     if connection.vendor != "sqlite":
         pytest.skip("this database has many writers")
     account = AccountFactory(balance=1)
-    lock = distributed_lock(key)
-    acquire = async_to_sync(lock.aacquire) if is_async else lock.acquire
     with transaction.atomic():
         with takes(at_most=SLACK), pytest.raises(TransactionManagementError) as caught:
-            acquire(timeout=5)
+            distributed_lock(key).acquire(timeout=5)
         Account.objects.filter(pk=account.pk).update(balance=2)
     account.refresh_from_db()
     assert account.balance == 2
@@ -338,6 +338,86 @@ def test_async_code_inside_a_transaction(
         assert taken()
     assert not taken()
     assert balance_of(account) == 1
+
+
+@pytest.mark.parametrize("end", [leave_by_commit, leave_by_exception])
+def test_async_release_after_another_threads_transaction(
+    acquire: Leases, taken: Callable[[], bool], end: Callable[[], None]
+) -> None:
+    """A transaction that async code runs elsewhere hides its caller's from nobody."""
+    lease = acquire()
+
+    def elsewhere() -> None:
+        try:
+            with suppress(RolledBack), transaction.atomic():
+                end()
+        finally:
+            connection.close()
+
+    async def work() -> None:
+        await sync_to_async(elsewhere, thread_sensitive=False)()
+        await lease.arelease()
+
+    with transaction.atomic():
+        async_to_sync(work)()
+        assert taken()
+    assert not taken()
+
+
+def test_task_that_outlives_the_transaction(
+    acquire: Leases, taken: Callable[[], bool]
+) -> None:
+    """Async code that was begun inside a transaction releases at once after its end."""
+    lease, tasks = acquire(), list[asyncio.Task[bool]]()
+
+    async def begin(over: asyncio.Event) -> None:
+        async def release() -> bool:
+            await over.wait()
+            return await lease.arelease()
+
+        tasks.append(asyncio.create_task(release()))
+
+    def work(over: asyncio.Event) -> None:
+        with transaction.atomic():
+            async_to_sync(begin)(over)
+        connection.close()
+
+    async def main() -> None:
+        over = asyncio.Event()
+        await sync_to_async(work)(over)
+        over.set()
+        assert await tasks[0] is True
+
+    asyncio.run(main())
+    assert not taken()
+
+
+def test_async_code_that_is_left_behind(
+    acquire: Leases, taken: Callable[[], bool]
+) -> None:
+    """It releases at once, too, if an exception has ended the transaction around it."""
+    lease, left, released = acquire(), threading.Event(), threading.Event()
+    main_thread = threading.get_ident()
+
+    async def work() -> None:
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        while not left.is_set():
+            await asyncio.sleep(0.01)
+        assert await lease.arelease() is True
+        released.set()
+
+    def interrupt(*_: object) -> None:
+        raise RolledBack
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(RolledBack), transaction.atomic():
+            async_to_sync(work)()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    left.set()
+    assert released.wait(DEADLINE)
+    assert not taken()
 
 
 @pytest.mark.usefixtures("locks_beside")

@@ -20,11 +20,7 @@ class InThread:
     """Makes every step in the calling thread."""
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call a function that asks the engine."""
-        return function()
-
-    async def wait(self, function: Callable[[], T]) -> T:
-        """Call a function that waits for others."""
+        """Call a function that may wait for the engine."""
         return function()
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
@@ -46,9 +42,6 @@ class InEventLoop(InThread):
 
     async def call(self, function: Callable[[], T]) -> T:
         return await call_in_thread(self._backend, function, self._undo)
-
-    async def wait(self, function: Callable[[], T]) -> T:
-        return await call_in_thread(self._backend, function, self._undo, waits=True)
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
         return await waiter.await_(seconds)

@@ -17,7 +17,6 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 
 from ..backends.base import BaseBackend
-from ..backends.database import transactions
 from ..backends.database.own_connections import run_apart
 from ..workers import Workers
 
@@ -42,23 +41,16 @@ async def call_in_thread(
     backend: BaseBackend,
     function: Callable[[], T],
     undo: Callable[[T], object] | None = None,
-    *,
-    waits: bool = False,
 ) -> T:
     """Call a function that asks an engine, without blocking the event loop.
 
-    The call is made whatever becomes of the task. In a ``TestCase``, and where sync
-    code that has a transaction open runs the task, it is made in the thread of that
-    transaction: Django runs the task's queries there, and only there is known when it
-    ends.
+    The call is made whatever becomes of the task. In a ``TestCase`` it runs in the
+    test's thread, because only that thread's connection sees the test's rows.
 
     Args:
         undo: Called with the result, in a thread, if the task was cancelled meanwhile.
-        waits: It waits for others, and must not hold up that thread.
     """
-    inside = transactions.is_inside() and not waits
-    in_transaction = inside or backend.is_in_test_case()
-    start = _start_in_djangos_thread if in_transaction else workers.start
+    start = _start_in_test if backend.is_in_test_case() else workers.start
     call = _Call(function, undo)
     start(call)
     try:
@@ -74,12 +66,12 @@ async def call_in_thread(
 
 
 #: The event loop itself keeps no reference to them.
-_tasks: set[asyncio.Future[None]] = set()
+_tasks_in_test: set[asyncio.Future[None]] = set()
 
 
-def _start_in_djangos_thread(call: Callable[[], None]) -> None:
-    _tasks.add(task := asyncio.ensure_future(sync_to_async(call)()))
-    task.add_done_callback(_tasks.discard)
+def _start_in_test(call: Callable[[], None]) -> None:
+    _tasks_in_test.add(task := asyncio.ensure_future(sync_to_async(call)()))
+    task.add_done_callback(_tasks_in_test.discard)
 
 
 class _Call(Generic[T]):

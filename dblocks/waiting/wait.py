@@ -292,7 +292,7 @@ class _Wait:
                 wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
                 queue.sleeps(wait)
-                await self.place.wait(partial(_enter, gate, wait))
+                await self.place.call(partial(_enter, gate, wait))
                 queue.wakes()
                 waited = clock.monotonic() - now > LOOK_EVERY
                 return _is_held(gate) and (waited or is_bell)

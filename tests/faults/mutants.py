@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "release before the commit",
         "lease_blocks.py",
-        "        if counts and transactions.transaction_is_open():",
-        "        if False:",
+        "        if counts and at_end and at_end(",
+        "        if False and at_end(",
         ("tests/test_transactions.py::test_release_waits_for_the_end",),
         quick=MYSQL,
         engines=SERVERS,
@@ -526,8 +526,8 @@ MUTANTS = [
     Mutant(
         "async verbs in asgiref's thread",
         "waiting/threads.py",
-        "    start = _start_in_djangos_thread if in_transaction else workers.start\n",
-        "    start = _start_in_djangos_thread\n",
+        "    start = _start_in_test if backend.is_in_test_case() else workers.start\n",
+        "    start = _start_in_test\n",
         (
             "tests/test_async_threads.py::test_sync_code_holds_up_no_verb[default-acquire]",
         ),

@@ -30,8 +30,37 @@ UNPIN, RELEASE, CLOSE = range(3)
 """The order of work at a transaction's end: rows must be unlocked to be written."""
 
 
+class Caller:
+    """A thread with open transactions, as async code sees it that the thread runs.
+
+    Django runs the queries of that code in those transactions.
+    """
+
+    def __init__(self, due: list[Callable[[], object]], outer: Caller | None) -> None:
+        self.over = False
+        #: The next one around it, where several threads wait for each other's code.
+        self.outer = outer
+        self._due = due
+
+    def at_end(self, function: Callable[[], object]) -> bool:
+        """Release by this function when the last of them ends; ``False`` if it has.
+
+        Then the function may be called, too.
+        """
+        self._due.append(function)
+        return not self.over
+
+    def end(self) -> None:
+        self.over = True
+        # Whoever appends to the old list from now on, sees that it is over.
+        self._due = []
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
+        #: How many blocks are open, those of a ``TestCase`` apart.
+        self.blocks = 0
+        self.caller: Caller | None = None
         #: How many transactions are ending: a hook may have one of its own.
         self.leaving = 0
         #: What runs when the last open transaction has ended, by stage.
@@ -45,13 +74,16 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-forks.in_child(_thread.__init__)  # type: ignore[misc]
 
-_blocks: ContextVar[int] = ContextVar("dblocks_blocks", default=0)
-"""How many ``atomic()`` blocks this code is in, a ``TestCase``'s apart.
+_caller: ContextVar[Caller | None] = ContextVar("dblocks_caller", default=None)
 
-Async code is in those of the sync code that runs it, by ``async_to_sync()``.
-"""
+
+def _after_fork_in_child() -> None:
+    _thread.__init__()  # type: ignore[misc]
+    _caller.set(None)
+
+
+forks.in_child(_after_fork_in_child)
 
 _test_cases: weakref.WeakSet[Connection] = weakref.WeakSet()
 """The connections on which a ``TestCase`` has begun a transaction."""
@@ -113,9 +145,12 @@ def transaction_is_open() -> bool:
     return False
 
 
-def is_inside() -> bool:
-    """Tell whether this code, or the sync code that runs it, is in ``atomic()``."""
-    return _blocks.get() > 0
+def caller() -> Caller | None:
+    """Return the thread whose transaction is around this code, if it is still open."""
+    found = _caller.get()
+    while found is not None and found.over:
+        found = found.outer
+    return found
 
 
 def at_end(stage: int, function: Callable[[], object]) -> None:
@@ -124,6 +159,18 @@ def at_end(stage: int, function: Callable[[], object]) -> None:
     If an interrupt ends it, it is called again, and must do its work only once.
     """
     _thread.due[stage].append(function)
+
+
+def at_own_end(function: Callable[[], object]) -> bool:
+    """Release by this function when this thread's transactions end; ``False`` if none.
+
+    Raises:
+        TransactionManagementError: As :func:`transaction_is_open`.
+    """
+    if not transaction_is_open():
+        return False
+    at_end(RELEASE, function)
+    return True
 
 
 def unpin_if_over() -> None:
@@ -218,14 +265,14 @@ def watch() -> None:
         if self._from_testcase:
             _test_cases.add(transaction.get_connection(self.using))
         else:
-            _blocks.set(_blocks.get() + 1)
+            _begin_block(_thread)
 
     @functools.wraps(leave)
     def watched_leave(self: Any, exc_type: Any, exc: Any, traceback: Any) -> Any:
         thread = _thread
         outer = thread.leaving
-        if not self._from_testcase:
-            _blocks.set(max(_blocks.get() - 1, 0))
+        if thread.blocks and not self._from_testcase:
+            thread.blocks -= 1
         try:
             thread.leaving = outer + 1
             return leave(self, exc_type, exc, traceback)
@@ -246,6 +293,13 @@ def watch() -> None:
     watched_leave._dblocks = True  # type: ignore[attr-defined]
     transaction.Atomic.__enter__ = watched_enter  # type: ignore[method-assign]
     transaction.Atomic.__exit__ = watched_leave  # type: ignore[method-assign]
+
+
+def _begin_block(thread: _Thread) -> None:
+    thread.blocks += 1
+    if thread.caller is None:
+        thread.caller = Caller(thread.due[RELEASE], caller())
+    _caller.set(thread.caller)
 
 
 def _ask_guards(connection: Connection, error: DatabaseError) -> None:
@@ -298,11 +352,22 @@ def _outermost_left(thread: _Thread) -> None:
         raise
 
 
+def _end_caller(thread: _Thread) -> None:
+    if thread.caller is not None:
+        thread.caller.end()
+        thread.caller = None
+
+
 def _do_if_over(thread: _Thread) -> None:
+    if not thread.blocks:
+        # First: async code releases by itself what it adds after this.
+        _end_caller(thread)
     # What is due finds out by itself that autocommit was switched off by hand.
     with suppress(TransactionManagementError):
         if not any(thread.due) or transaction_is_open():
             return
+    thread.blocks = 0
+    _end_caller(thread)
     due, thread.due = thread.due, ([], [], [])
     _run_all(chain(*due))
 
