@@ -340,6 +340,7 @@ def test_async_code_inside_a_transaction(
     assert balance_of(account) == 1
 
 
+@pytest.mark.usefixtures("two_writers")
 @pytest.mark.parametrize("end", [leave_by_commit, leave_by_exception])
 def test_async_release_after_another_threads_transaction(
     acquire: Leases, taken: Callable[[], bool], end: Callable[[], None]

@@ -31,7 +31,7 @@ UNPIN, RELEASE, CLOSE = range(3)
 
 
 class Caller:
-    """A thread with open transactions, as async code sees it that the thread runs.
+    """A thread that has transactions open, for the async code that it runs.
 
     Django runs the queries of that code in those transactions.
     """
