@@ -29,6 +29,7 @@ from dblocks.backends.database import transactions
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.waiting.queue import queues
+from tests.support.alarms import alarms
 from tests.support.factories import AccountFactory, let_expire, stored
 from tests.support.fixtures import OtherThread
 from tests.support.processes import Workers
@@ -83,32 +84,20 @@ ENDINGS = pytest.mark.parametrize(
 
 
 @ENDINGS
+@pytest.mark.parametrize("is_async", [False, True])
 def test_release_waits_for_the_end(
-    acquire: Leases, taken: Callable[[], bool], end: Callable[[], None]
+    acquire: Leases, taken: Callable[[], bool], end: Callable[[], None], is_async: bool
 ) -> None:
-    """A lease released in a transaction keeps the key until that ends."""
+    """A lease released in a transaction keeps the key until that ends.
+
+    So does one that is released by async code which sync code runs there.
+    """
     lease = acquire()
+    release = async_to_sync(lease.arelease) if is_async else lease.release
     try:
         with transaction.atomic():
             AccountFactory()
-            assert lease.release() is True
-            assert taken()
-            end()
-    except RolledBack:
-        pass
-    assert not taken()
-
-
-@ENDINGS
-def test_async_release_waits_for_the_end(
-    acquire: Leases, taken: Callable[[], bool], end: Callable[[], None]
-) -> None:
-    """So does one by async code that sync code runs inside the transaction."""
-    lease = acquire()
-    try:
-        with transaction.atomic():
-            AccountFactory()
-            assert async_to_sync(lease.arelease)() is True
+            assert release() is True
             assert taken()
             end()
     except RolledBack:
@@ -407,15 +396,11 @@ def test_async_code_that_is_left_behind(
         assert await lease.arelease() is True
         released.set()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(frame: object) -> None:
         raise RolledBack
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(RolledBack), transaction.atomic():
-            async_to_sync(work)()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with alarms(interrupt), pytest.raises(RolledBack), transaction.atomic():
+        async_to_sync(work)()
     left.set()
     assert released.wait(DEADLINE)
     assert not taken()
