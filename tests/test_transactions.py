@@ -32,7 +32,7 @@ from dblocks.waiting.queue import queues
 from tests.support.alarms import alarms
 from tests.support.factories import AccountFactory, let_expire, stored
 from tests.support.fixtures import OtherThread
-from tests.support.processes import Workers
+from tests.support.processes import Workers, in_forked_child
 from tests.support.timing import (
     DEADLINE,
     SLACK,
@@ -352,6 +352,13 @@ def test_async_release_after_another_threads_transaction(
         async_to_sync(work)()
         assert taken()
     assert not taken()
+
+
+def test_forked_child_is_in_no_transaction(committed: None) -> None:
+    """Async code in a child waits for no end of the parent's."""
+    with transaction.atomic():
+        assert transactions.caller() is not None
+        assert in_forked_child(lambda: transactions.caller() is None) is True
 
 
 def test_task_that_outlives_the_transaction(
