@@ -694,6 +694,20 @@ def test_free_locks_ticked(operator: Client) -> None:
     assert not told(act(operator, "x", url=f"{LIST}?state=all", select_across=1))
 
 
+@pytest.mark.parametrize("query", ["", "state=expired", "q=host"])
+def test_ticked_and_taken_since(operator: Client, query: str) -> None:
+    """Whatever the list's filter, the page shows what was ticked as it is now."""
+    for key in ("a", "b"):
+        LockFactory(key=key, expired=True, holder="host:1:t")
+    assert DistributedLock.objects.acquire("a", owner="new", lease=60, holder="web")
+    url = f"{LIST}?{query}"
+    assert Elements(act(operator, "a", url=url)).fields("lock") == [field("a", 2)]
+    response = act(operator, "a", "b", url=url)
+    fields = [field("a", 2), field("b", state="expired")]
+    assert Elements(response).fields("lock") == fields
+    assert not told(response)
+
+
 def test_all_across_pages(operator: Client) -> None:
     """All that the filter shows is confirmed, and released, at once."""
     LockFactory.bulk(70, held=True)

@@ -210,9 +210,12 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     )
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         """Show the confirmation page; its form posts to an address of its own."""
-        is_all = request.POST.get("select_across") == "1"
-        ticked = [] if is_all else request.POST.getlist(ACTION_CHECKBOX_NAME)
-        return self._to_page(request, queryset, ticked)
+        if request.POST.get("select_across") == "1":
+            return self._to_page(request, queryset, [])
+        # What was ticked may have left the list's filter, or its search, since then.
+        ticked = request.POST.getlist(ACTION_CHECKBOX_NAME)
+        rows = self.get_queryset(request).filter(pk__in=ticked)
+        return self._to_page(request, rows, ticked)
 
     def _to_page(
         self, request: HttpRequest, queryset: Any, chosen: Sequence[str]
@@ -223,8 +226,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not locks:
             self._nothing(request)
             return None
-        # The list's filter may leave them out.
-        free = self.get_queryset(request).filter(pk__in=chosen).free()
+        free = queryset.filter(pk__in=chosen).free()
         names = free.order_by("key").values_list("pk", flat=True)
         self._tell(request, {"free": list(names)})
         return self._page(request, locks, ReleaseForm())
