@@ -320,6 +320,14 @@ def test_search(operator: Client, search: str, found: list[str]) -> None:
     assert listed(operator.get(LIST, {"q": search, "state": "all"})) == found
 
 
+@pytest.mark.parametrize("key", ["Склад:7", "ÄRZTE", "在庫:7", "🔒"])
+def test_search_for_other_letters(operator: Client, key: str) -> None:
+    """A key is found as it is written, and in lower case where the database knows."""
+    LockFactory(key=key, held=True)
+    for search in {key, key if connection.vendor == "sqlite" else key.lower()}:
+        assert listed(operator.get(LIST, {"q": search})) == [key]
+
+
 def test_search_finds_free_locks_when_asked(operator: Client) -> None:
     """Where nobody holds anything, a search by default says nothing of the past."""
     LockFactory(key="free", holder="web-1 pid 7", note="the import")

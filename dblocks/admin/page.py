@@ -13,7 +13,7 @@ from django.contrib.admin.views.main import PAGE_VAR, ChangeList
 from django.core.paginator import Paginator
 from django.db import connections
 from django.db.models import Q, Value
-from django.db.models.functions import Lower
+from django.db.models.functions import Collate, Lower
 from django.db.models.lookups import Contains
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
@@ -24,7 +24,7 @@ from django.utils.timezone import localtime
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from ..backends.database import session_locks
+from ..backends.database import dialects, session_locks
 from ..interventions import Intervention
 from ..models import DistributedLock, State
 from ..texts import visible
@@ -82,11 +82,16 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         self, request: HttpRequest, queryset: Any, search_term: str
     ) -> tuple[Any, bool]:
         # Django's icontains is case-sensitive on columns that compare exactly.
+        collation = dialects.of(connections[queryset.db]).letters_collation
+        columns = [
+            Lower(Collate(field, collation) if collation else field)
+            for field in self.search_fields
+        ]
         for word in smart_split(search_term):
             if len(word) > 1 and word[0] in "\"'" and word[0] == word[-1]:
                 word = unescape_string_literal(word)
             wanted = Lower(Value(word))
-            matches = [Contains(Lower(field), wanted) for field in self.search_fields]
+            matches = [Contains(column, wanted) for column in columns]
             queryset = queryset.filter(Q(*matches, _connector=Q.OR))
         return queryset, False
 

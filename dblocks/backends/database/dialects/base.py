@@ -60,6 +60,8 @@ class Dialect:
     network_timeouts: tuple[str, ...] = ()
     #: A collation under which text is equal only when its code points are.
     exact_collation: str | None = None
+    #: One that knows upper and lower case, where the exact one doesn't.
+    letters_collation: str | None = None
     #: A transaction's snapshot can hide a row as it is now from a locking read.
     snapshots_hide_rows = False
     #: The server is a node of a cluster that compares what its nodes have written when

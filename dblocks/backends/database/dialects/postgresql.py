@@ -69,6 +69,7 @@ class PostgreSQL(Dialect):
     short_waits = {"connect_timeout": 5, "tcp_user_timeout": 5000}
     network_timeouts = ("connect_timeout", "tcp_user_timeout")
     exact_collation = "C"
+    letters_collation = "default"
     # Not the transaction's clock: a lease taken two seconds into a transaction would be
     # two seconds short. Within one statement all uses agree.
     now = "STATEMENT_TIMESTAMP()"
