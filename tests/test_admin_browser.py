@@ -254,6 +254,21 @@ def test_auto_refresh(desk: Desk) -> None:
     assert not page.is_checked("#dblocks-refresh")
 
 
+def test_auto_refresh_of_an_empty_list(desk: Desk) -> None:
+    """The first lock appears where a reload shows it."""
+    page = desk.sit_down()
+    page.do(page.page.clock.install)
+    page.open(LIST)
+    page.check("#dblocks-refresh")
+    LockFactory(key="a", held=True)
+    page.do(page.page.clock.run_for, 5100)
+    table = page.page.locator(".results")
+    page.do(table.wait_for)
+    place = page.do(table.bounding_box)
+    page.open(LIST)
+    assert page.do(table.bounding_box) == place
+
+
 def test_auto_refresh_after_logout(desk: Desk) -> None:
     """A page that can't be refreshed any more says so and keeps what it shows."""
     LockFactory(key="a", held=True)

@@ -42,7 +42,8 @@
             } else if (table) {
                 table.remove();
             } else if (freshTable) {
-                form.querySelector(".paginator").before(freshTable);
+                // In later versions of Django the paginator is in a footer.
+                form.querySelector(".changelist-footer, .paginator").before(freshTable);
             }
             replace(fresh, ".action-counter");
             replace(fresh, ".paginator");
