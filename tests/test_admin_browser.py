@@ -463,6 +463,19 @@ def test_nothing_is_out_of_sight(desk: Desk, viewport: Any, permit: str) -> None
         assert box["x"] + box["width"] <= page.page.viewport_size["width"]
 
 
+@pytest.mark.parametrize("viewport", [None, NARROW], ids=["wide", "narrow"])
+def test_long_key_without_blanks(desk: Desk, viewport: Any) -> None:
+    """A key that has no place to break leaves the buttons where they are seen."""
+    key = "k" * 255
+    LockFactory(key=key, held=True)
+    options = {"viewport": viewport} if viewport else {}
+    page = desk.sit_down(page_of(key), **options)
+    fits = "each => each.scrollWidth <= each.clientWidth"
+    assert page.eval_on_selector("html", fits)
+    page.follow("text=Force release…")
+    assert page.eval_on_selector("html", fits)
+
+
 def test_stale_field(desk: Desk) -> None:
     """The confirmation carries the version that it shows."""
     LockFactory(key="k", held=True, version=41)
