@@ -282,6 +282,41 @@ def test_auto_refresh_after_logout(desk: Desk) -> None:
     assert page.is_visible("#result_list >> text=a")
 
 
+def test_auto_refresh_of_a_page_that_is_gone(desk: Desk) -> None:
+    """The list without filters, where that leads, isn't shown in its place."""
+    LockFactory(key="held", held=True, age=7200)
+    LockFactory.bulk(101, expired=True)
+    page = desk.sit_down()
+    page.do(page.page.clock.install)
+    page.open(f"{LIST}?state=expired&p=3")
+    page.check("#dblocks-refresh")
+    last = page.inner_text("#result_list .dblocks-key")
+    assert DistributedLock.objects.force_release(last)
+    page.do(page.page.clock.run_for, 5100)
+    page.wait_for_selector("text=not refreshed")
+    assert page.inner_text("#result_list .dblocks-key") == last
+
+
+def test_auto_refresh_that_takes_long(desk: Desk) -> None:
+    """A late answer doesn't undo a newer one, and the page says that it waits."""
+    LockFactory(key="a", held=True)
+    page = desk.sit_down()
+    page.do(page.page.clock.install)
+    page.open(LIST)
+    page.check("#dblocks-refresh")
+    held_back: list[Any] = []
+    page.route(f"**{LIST}", lambda route: held_back.append((route, route.fetch())))
+    page.do(page.page.clock.run_for, 5100)
+    eventually(lambda: page.evaluate("1") and held_back, what="a request")
+    page.do(page.page.clock.run_for, 10_100)
+    page.wait_for_selector("text=not refreshed")
+    assert len(held_back) == 1
+    [(route, response)] = held_back
+    page.do(route.fulfill, response=response)
+    page.unroute(f"**{LIST}")
+    page.wait_for_selector("text=not refreshed", state="hidden")
+
+
 def test_hostile_keys(desk: Desk) -> None:
     """Any key is text in the list, has a page of its own, and can be released."""
     for key in HOSTILE.values():

@@ -12,6 +12,7 @@
         }
         const status = document.getElementById("dblocks-refresh-status");
         let timer = null;
+        let isWaiting = false;
         let selectionIsStale = false;
 
         const isBusy = function () {
@@ -55,6 +56,12 @@
                 status.textContent = status.dataset.paused;
                 return;
             }
+            // Of two answers, the older one may come last.
+            if (isWaiting) {
+                status.textContent = status.dataset.failed;
+                return;
+            }
+            isWaiting = true;
             try {
                 const response = await fetch(window.location.href, {
                     headers: { Accept: "text/html" },
@@ -64,7 +71,8 @@
                     "text/html",
                 );
                 const fresh = page.getElementById("changelist-form");
-                if (!fresh) {
+                // Elsewhere is a login page, or the list without its filters.
+                if (!fresh || response.redirected) {
                     throw new Error(response.status);
                 }
                 // The user may have begun something meanwhile.
@@ -74,6 +82,8 @@
                 }
             } catch {
                 status.textContent = status.dataset.failed;
+            } finally {
+                isWaiting = false;
             }
         };
 
