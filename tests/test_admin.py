@@ -21,7 +21,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.test import Client
 from django.urls import include, path, reverse
 from django.utils import timezone
@@ -889,6 +889,25 @@ def test_stale_confirmation(operator: Client) -> None:
     ]
     assert stored("other's").version == 4
     assert list(LogEntry.objects.values_list("object_id", flat=True)) == ["same"]
+
+
+def test_database_that_fails_in_between(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was released before is told by the next page that opens."""
+    for key in ("a", "b", "c"):
+        LockFactory(key=key, held=True)
+
+    def fail_at_b(locks: Any, key: str, patience: float) -> bool:
+        if key == "b":
+            raise OperationalError("Server has gone away")
+        return False
+
+    monkeypatch.setattr(force_release, "is_busy", fail_at_b)
+    operator.raise_request_exception = False
+    assert release(operator, *map(field, "abc")).status_code == 500
+    assert DistributedLock.objects.free().get().key == "a"
+    assert told(operator.get(LIST)) == ["Released 1 lock: <bdi>a</bdi>."]
 
 
 def test_changed_at_the_last_moment(

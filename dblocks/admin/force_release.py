@@ -331,9 +331,9 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             else:
                 keys["changed"].append(key)
         form = ReleaseForm(request.POST)
-        if locks and not form.is_valid():
-            response = self._page(request, locks, form)
-        else:
+        try:
+            if locks and not form.is_valid():
+                return self._page(request, locks, form)
             kinds = Intervention.Kind
             kind = kinds.REQUEST if "ask" in request.POST else kinds.FORCE_RELEASE
             outcome = ""
@@ -345,9 +345,10 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                     patience = 0.0 if keys["busy"] else PATIENCE
                     outcome = self._act(request, lock, kind, reason, patience)
                 keys[outcome].append(lock.key)
-            response = self._to_list(request)
-        self._tell(request, keys)
-        return response
+            return self._to_list(request)
+        finally:
+            # If the database fails, what has been done is told by the next page.
+            self._tell(request, keys)
 
     def _tell(self, request: HttpRequest, keys: Mapping[str, Sequence[str]]) -> None:
         """Leave a message for each outcome that some locks have."""
