@@ -868,6 +868,14 @@ def test_without_reason_and_changed(operator: Client) -> None:
     assert "<bdi>b</bdi>" in told(response)[0]
 
 
+def test_without_reason_and_free(operator: Client) -> None:
+    """Nor is there a release of what has cooled down meanwhile."""
+    LockFactory(key="k", free=True, version=5)
+    response = release(operator, field("k", 5, "cooling"), reason="", follow=True)
+    assert response.redirect_chain == [(LIST, 302)]
+    assert told(response)[0].startswith("Left 1 lock alone, which was released")
+
+
 def test_stale_confirmation(operator: Client) -> None:
     """A lock that changed hands since is left alone and named."""
     LockFactory(key="same", held=True, version=3)

@@ -321,7 +321,8 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         shown = parsed(request.POST.getlist("lock"))
         if not shown:
             self._nothing(request)
-        current = self.get_queryset(request).in_bulk(list(shown))
+        rows: Any = self.get_queryset(request)
+        current = rows.exclude(state=State.FREE).in_bulk(list(shown))
         locks = []
         keys: dict[str, list[str]] = {outcome: [] for outcome in _OUTCOMES}
         for key, grant in shown.items():
