@@ -431,6 +431,15 @@ def test_where_keys_break(key: str, parts: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("language", ["en", "he", "ja"])
+def test_long_note(operator: Client, settings: Any, language: str) -> None:
+    """It ends with an ellipsis, without the marks that a language adds to that."""
+    settings.LANGUAGE_CODE = language
+    LockFactory(key="k", held=True, note="n" * 100)
+    text = Elements(operator.get(LIST)).text
+    assert "n" * 79 + "…" in text
+
+
 def test_where_notes_break(operator: Client) -> None:
     """So is a note, which is often the dotted name of a function."""
     LockFactory(key="k", held=True, note="shop.tasks.report")

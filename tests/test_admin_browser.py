@@ -365,6 +365,15 @@ def test_permits(desk: Desk) -> None:
     assert [lock.permit for lock in DistributedLock.objects.free()] == [2]
 
 
+def test_written_from_right_to_left(desk: Desk, settings: Any) -> None:
+    """Where nobody has translated "59 min", the number still comes first."""
+    settings.LANGUAGE_CODE = "he"
+    LockFactory(key="k", held=True)
+    page = desk.sit_down()
+    for time in page.query_selector_all("#result_list time"):
+        assert page.do(time.evaluate, "e => getComputedStyle(e).direction") == "ltr"
+
+
 def test_buttons_in_line(desk: Desk) -> None:
     """The three ways off the confirmation page have one upper and one lower edge."""
     LockFactory(key="k", held=True)

@@ -59,9 +59,12 @@ def exact(moment: datetime) -> str:
 def time_element(
     moment: datetime, phrases: Sequence[Any], seconds: float
 ) -> SafeString:
-    """Return a moment as its distance from now, with the exact moment as the title."""
+    """Return a moment as its distance from now, with the exact moment as the title.
+
+    On a page that is written from right to left, the distance may be in English.
+    """
     return format_html(
-        '<time datetime="{}" title="{}">{}</time>',
+        '<time dir="auto" datetime="{}" title="{}">{}</time>',
         moment.isoformat(),
         exact(moment),
         phrase(phrases, seconds),

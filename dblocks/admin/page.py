@@ -147,10 +147,9 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         permit = number = self.shown_permit(lock)
         if number is not None:
             permit = format_html(_("permit {number}"), number=number)
-        note = (
-            isolated_note(Truncator(lock.note).chars(MAX_NOTE)) if lock.note else None
-        )
-        return small(self.shown_key(lock), permit, note)
+        # Some languages put marks of direction before the dots, which would be shown.
+        note = Truncator(lock.note).chars(MAX_NOTE, "…")
+        return small(self.shown_key(lock), permit, note and isolated_note(note))
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
     def listed_holder(self, lock: Any) -> SafeString:

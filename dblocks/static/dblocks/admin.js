@@ -43,7 +43,7 @@
             } else if (table) {
                 table.remove();
             } else if (freshTable) {
-                // In later versions of Django the paginator is in a footer.
+                // In Django 6.1 the paginator is in a footer.
                 form.querySelector(".changelist-footer, .paginator").before(freshTable);
             }
             replace(fresh, ".action-counter");
