@@ -610,6 +610,33 @@ def test_signal_between_grant_and_start(
     assert not distributed_lock(key).locked()
 
 
+@pytest.mark.parametrize("helper", ["group", "sentinel"])
+def test_signal_that_ends_a_helper_too(
+    shared: None,
+    key: str,
+    helper: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal to all processes, as by Ctrl-C or systemd, is no fault of a helper."""
+    original = Supervisor._prepare
+
+    def interrupted(self: Supervisor) -> bool:
+        ended = getattr(self, helper)
+        os.kill(ended._process.pid, signal.SIGKILL)
+        while select.select([ended.ready], [], [])[0] and os.read(ended.ready, 1):
+            pass
+        select.select([self.group.ready], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self)
+
+    monkeypatch.setattr(Supervisor, "_prepare", interrupted)
+    file = tmp_path / "ran"
+    assert run(key, "--", "touch", str(file)) == 143
+    assert not file.exists()
+    assert not distributed_lock(key).locked()
+
+
 # The group
 
 

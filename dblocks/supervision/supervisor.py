@@ -107,6 +107,9 @@ class Supervisor:
                 if now() >= until:
                     raise StartError(f"no sign of life within {STARTING:g} s")
             if os.read(helper.ready, 1) != READY:
+                if self._called_off():
+                    # The signal went to the helper, too, as Ctrl-C does.
+                    return False
                 raise StartError("a helper program has failed")
         return True
 
