@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -456,6 +457,19 @@ def test_no_files_are_inherited(key: str, capfd: pytest.CaptureFixture[str]) -> 
     assert run(key, "--", "ls", "/proc/self/fd") == 0
     # ls itself has the folder open.
     assert capfd.readouterr().out.split() == ["0", "1", "2", "3"]
+
+
+@pytest.mark.usefixtures("shared")
+def test_many_open_files(key: str) -> None:
+    """It runs commands beside more open files than select() can count."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert run(key, "--", "sh", "-c", "exit 4") == 4
+    assert not distributed_lock(key).locked()
 
 
 def test_signals_and_handlers_are_restored(shared: None, key: str) -> None:

@@ -93,7 +93,11 @@ class Signals:
 
         A readable file ends the wait too; tell whether there is one.
         """
-        ready = select.select([self._read, *files], [], [], max(0.0, timeout))[0]
+        # Not select(), which knows no file number beyond 1,023.
+        poll = select.poll()
+        for file in (self._read, *files):
+            poll.register(file, select.POLLIN)
+        ready = {file for file, _ in poll.poll(max(0.0, timeout) * 1000)}
         if self._read in ready:
             with suppress(BlockingIOError):
                 while os.read(self._read, 4096):
