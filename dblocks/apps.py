@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from django.apps import AppConfig
+from typing import Any
+
+from django.apps import AppConfig, apps
+from django.db import connections
+from django.db.models.signals import post_migrate
 from django.utils.translation import gettext_lazy as _
 
 from . import checks  # noqa: F401 (which registers them)
@@ -16,3 +20,15 @@ class DblocksConfig(AppConfig):
     def ready(self) -> None:
         backends.load()
         transactions.watch()
+        post_migrate.connect(make_floor, sender=self)
+
+
+def make_floor(*, using: str, **kwargs: object) -> None:
+    """Insert the floor's row where ``flush`` has deleted it or no migration made it.
+
+    Otherwise the first new key does, in a ``TestCase`` in the test's transaction, for
+    whose end the new keys of other threads would wait.
+    """
+    floor: Any = apps.get_model("dblocks", "TokenFloor")
+    if floor._meta.db_table in connections[using].introspection.table_names():
+        floor.objects.using(using).get_or_create(pk=1)

@@ -10,7 +10,8 @@ from concurrent.futures import TimeoutError as NotInTime
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.core.management import call_command
+from django.db import connection, connections
 
 from dblocks import LockTimeout, distributed_lock
 from dblocks.test import hold_elsewhere
@@ -102,6 +103,18 @@ def test_wait(key: str) -> None:
 
     with distributed_lock(key, timeout=0):
         assert outcome(in_a_thread(wait), 1.5) == key
+
+
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has one writer")
+def test_try_for_another_key(key: str) -> None:
+    """Another new key is free, also after a flush, as by a ``TransactionTestCase``."""
+
+    def flush() -> None:
+        call_command("flush", interactive=False, verbosity=0)
+
+    outcome(in_a_thread(flush), 10)
+    with distributed_lock(key):
+        assert outcome(in_a_thread(lambda: is_granted(f"{key}:other")), 1) is True
 
 
 @pytest.mark.parametrize("timeout", [0, 0.5])
