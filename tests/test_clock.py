@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.db.backends.signals import connection_created
+from django.db.models import Max, Subquery
 from django.utils import timezone as django_timezone
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
@@ -123,7 +124,8 @@ def database_time_zone(settings: Any) -> Iterator[None]:
     def forget() -> None:
         connection.close()
         for name in ("timezone", "timezone_name"):
-            connection.__dict__.pop(name, None)
+            # Not the proxy's, which has none of what the connection has cached.
+            connections["default"].__dict__.pop(name, None)
 
     before = connection.settings_dict["TIME_ZONE"]
     connection.settings_dict["TIME_ZONE"] = "Asia/Karachi"
@@ -138,6 +140,19 @@ def test_database_time_zone_setting(
 ) -> None:
     """DATABASES[...]["TIME_ZONE"] changes nothing."""
     assert_grant_is_right(key, acquire, obtainable)
+
+
+def test_moments_of_a_subquery(
+    database_time_zone: None, key: str, acquire: Leases
+) -> None:
+    """A moment that a subquery selects is the same moment, and as exact."""
+    acquire(lease=600)
+    rows = locks.filter(pk=key)
+    ends = rows.values("expires_at")
+    assert rows.filter(expires_at__in=ends).exists()
+    found = rows.annotate(end=Subquery(ends)).get()
+    last = rows.distinct().aggregate(end=Max("expires_at"))["end"]
+    assert found.end == last == found.expires_at
 
 
 @pytest.fixture(params=[timedelta(days=1), timedelta(days=-1)], ids=["ahead", "behind"])

@@ -53,6 +53,9 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
 
     def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
+        if compiler.query.subquery:
+            # The database goes on with it, and needs its time zone.
+            return sql, params
         return dialects.of(compiler.connection).utc(sql), params
 
     def from_db_value(
