@@ -83,7 +83,8 @@ class FencedQuerySet(models.QuerySet[M]):
         with transaction.atomic(using=self.db):
             if not features.has_select_for_update:
                 # SQLite's one writer: who reads first fails if another writes then.
-                tokens.filter(pk=None).update(fencing_token=F("fencing_token"))
+                nothing = tokens.filter(fencing_token=None)
+                nothing.update(fencing_token=F("fencing_token"))
             # First all rows that are there, so that a change of what the filter asks
             # for doesn't hide the ones that refuse.
             of = ("self",) if features.has_select_for_update_of else ()
@@ -91,13 +92,14 @@ class FencedQuerySet(models.QuerySet[M]):
             # A filter across a relation may find a row several times. What is
             # distinct can't be locked.
             locked.query.distinct = False
-            found = dict(locked.values_list("pk", tokens.model._meta.pk.name))
-            allowed = tokens.filter(pk__in=found.values(), fencing_token__lte=token)
+            found = _keys(locked, tokens.model)
+            those = tokens.filter(pk__in=list(found.values()))
+            allowed = those.filter(fencing_token__lte=token)
             if allowed.update(fencing_token=token) != len(found):
                 raise _refused(self.model, fence, token)
             if values:
                 rows = self.model._base_manager.using(self.db)
-                rows.filter(pk__in=found.keys()).update(**values)
+                rows.filter(pk__in=list(found)).update(**values)
         return len(found)
 
     async def afenced_update(self, fence: Fence, /, **values: Any) -> int:
@@ -202,6 +204,15 @@ def _tokens(model: type[models.Model], using: str | None) -> models.QuerySet[Any
     owner = model._meta.get_field("fencing_token").model
     rows: models.QuerySet[Any] = owner._base_manager.using(using)
     return rows
+
+
+def _keys(rows: models.QuerySet[Any], owner: type[models.Model]) -> dict[Any, Any]:
+    """Return the rows' primary keys, and those of their rows that have the tokens."""
+    names = [field.name for field in rows.model._meta.pk_fields]
+    if len(names) > 1:
+        # A composite key: Django knows no inheritance between tables with it.
+        return {key: key for key in rows.values_list(*names)}
+    return dict(rows.values_list("pk", owner._meta.pk.name))
 
 
 def _refused(model: type[models.Model], fence: Fence, token: int) -> LeaseLost:

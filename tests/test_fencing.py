@@ -18,7 +18,7 @@ from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread, in_memory
 from tests.support.timing import DEADLINE
-from tests.testapp.models import Account, Deposit
+from tests.testapp.models import Account, Deposit, Entry
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
 Leases = Callable[..., Lease]
@@ -337,6 +337,19 @@ def test_child_with_a_table_of_its_own(stale: Lease, current: Lease) -> None:
     assert set(rows.values_list("days", "balance", "fencing_token")) == {
         (5, 7, current.fencing_token)
     }
+
+
+def test_primary_key_of_two_columns(stale: Lease, current: Lease) -> None:
+    """A composite primary key names the rows as any other does."""
+    for number in range(2):
+        Entry(book=1, number=number).save(fence=current)
+    entries = Entry.objects.filter(book=1)
+    with pytest.raises(LeaseLost):
+        entries.fenced_update(stale, amount=5)
+    with pytest.raises(LeaseLost):
+        entries[0].save(fence=stale)
+    assert entries.fenced_update(current, amount=6) == 2
+    assert set(entries.values_list("amount", flat=True)) == {6}
 
 
 def test_update_of_rows_found_across_a_relation(current: Lease) -> None:

@@ -38,7 +38,7 @@ def wipe() -> None:
     with connection.cursor() as cursor:
         for table in ("distributedlock", "intervention"):
             cursor.execute(f"DELETE FROM dblocks_{table}")
-        for table in ("deposit", "account"):
+        for table in ("deposit", "account", "entry"):
             cursor.execute(f"DELETE FROM testapp_{table}")
 
 

@@ -21,3 +21,12 @@ class Deposit(Account):
     """An account with a table of its own for what it has besides."""
 
     days = models.IntegerField(default=0)
+
+
+class Entry(FencedModel):
+    """A row whose primary key has two columns."""
+
+    pk = models.CompositePrimaryKey("book", "number")
+    book = models.IntegerField()
+    number = models.IntegerField()
+    amount = models.IntegerField(default=0)
