@@ -118,7 +118,8 @@ class FencedModel(models.Model):
     This is the resource's side of fencing (Kleppmann, 2016). A holder that has lost its
     lock without knowing it brings a smaller token than its successor, and is refused.
     Works wherever the data live, also in another database than the locks. ``update()``,
-    ``bulk_update()``, ``delete()`` and a plain ``save()`` check nothing. ::
+    ``bulk_update()``, ``bulk_create(update_conflicts=True)``, ``delete()``,
+    ``loaddata`` and a plain ``save()`` check nothing. ::
 
         class Report(FencedModel):
             body = models.TextField()
