@@ -329,6 +329,23 @@ def test_async_code_inside_a_transaction(
     assert balance_of(account) == 1
 
 
+def test_async_code_in_hooks_of_one_transaction(
+    lock: Locks, taken: Callable[[], bool]
+) -> None:
+    """It releases at once in a hook, as sync code does: the data are visible."""
+    seen: list[bool] = []
+
+    async def use() -> None:
+        async with lock(timeout=0):
+            seen.append(await lock().alocked())
+
+    with transaction.atomic():
+        for _ in range(2):
+            transaction.on_commit(lambda: async_to_sync(use)())
+            transaction.on_commit(lambda: seen.append(taken()))
+    assert seen == [True, False] * 2
+
+
 @pytest.mark.usefixtures("two_writers")
 @pytest.mark.parametrize("end", [leave_by_commit, leave_by_exception])
 def test_async_release_after_another_threads_transaction(

@@ -40,7 +40,13 @@ class Caller:
         self.over = False
         #: The next one around it, where several threads wait for each other's code.
         self.outer = outer
+        #: Those on which it has begun transactions.
+        self.connections: set[Connection] = set()
         self._due = due
+
+    def is_open(self) -> bool:
+        """Tell whether one of them is open; none is while the last one's hooks run."""
+        return not self.over and any(map(_keeps_open, list(self.connections)))
 
     def at_end(self, function: Callable[[], object]) -> bool:
         """Release by this function when the last of them ends; ``False`` if it has.
@@ -53,7 +59,7 @@ class Caller:
     def end(self) -> None:
         self.over = True
         # Whoever appends to the old list from now on, sees that it is over.
-        self._due = []
+        self._due, self.connections = [], set()
 
 
 class _Thread(threading.local):
@@ -116,6 +122,13 @@ def in_transaction(connection: Connection) -> bool:
     return connection.in_atomic_block and not all(b._from_testcase for b in blocks)
 
 
+def _keeps_open(connection: Connection) -> bool:
+    """Tell, also in another thread, whether a transaction is open or being ended."""
+    if in_transaction(connection):
+        return True
+    return not (connection.autocommit or in_test_case(connection))
+
+
 def is_outermost(connection: Connection) -> bool:
     """Tell whether the caller's innermost block is the one that commits."""
     blocks: list[Any] = connection.atomic_blocks
@@ -148,7 +161,7 @@ def transaction_is_open() -> bool:
 def caller() -> Caller | None:
     """Return the thread whose transaction is around this code, if it is still open."""
     found = _caller.get()
-    while found is not None and found.over:
+    while found is not None and not found.is_open():
         found = found.outer
     return found
 
@@ -265,7 +278,7 @@ def watch() -> None:
         if self._from_testcase:
             _test_cases.add(transaction.get_connection(self.using))
         else:
-            _begin_block(_thread)
+            _begin_block(_thread, transaction.get_connection(self.using))
 
     @functools.wraps(leave)
     def watched_leave(self: Any, exc_type: Any, exc: Any, traceback: Any) -> Any:
@@ -295,10 +308,11 @@ def watch() -> None:
     transaction.Atomic.__exit__ = watched_leave  # type: ignore[method-assign]
 
 
-def _begin_block(thread: _Thread) -> None:
+def _begin_block(thread: _Thread, connection: Connection) -> None:
     thread.blocks += 1
     if thread.caller is None:
         thread.caller = Caller(thread.due[RELEASE], caller())
+    thread.caller.connections.add(connection)
     _caller.set(thread.caller)
 
 
