@@ -10,7 +10,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 
 from dblocks import distributed_lock, transaction_lock
-from dblocks.models import DistributedLock, TokenFloor
+from dblocks.models import DistributedLock
 from tests.support.fixtures import beside
 from tests.support.pages import marked
 
@@ -34,8 +34,6 @@ def grant(name: str) -> None:
 @pytest.fixture
 def web(committed: None, settings: Any) -> Iterator[str]:
     """Make a backend whose user may connect, and nothing else; its alias."""
-    # The migration made it; a test that flushes the database deletes it.
-    TokenFloor.objects.get_or_create(pk=1)
     execute(f"CREATE USER {USER}")
     try:
         yield beside(settings, USER, USER=USER, PASSWORD="")
