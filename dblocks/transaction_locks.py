@@ -78,8 +78,8 @@ def transaction_lock(
         TypeError: An argument has the wrong type, or the decorated function is async.
         ValueError: An argument is out of range, or excludes another.
         LockTimeout: On entering: the key stayed taken. The caller's transaction stays
-            usable, except on MySQL and MariaDB at REPEATABLE READ, which may have to
-            roll it back.
+            usable, except on MySQL and MariaDB, which may have to roll it back if
+            somebody got a lease meanwhile.
         LockError: On entering: the same owner has a lease on the key.
         TransactionManagementError: On entering: autocommit is off without ``atomic()``.
         NotSupportedError: On entering: the locks are in another database, or in none.

@@ -91,6 +91,30 @@ def pinned(key: str, other: OtherThread) -> Iterator[Event]:
     holding.result(timeout=DEADLINE)
 
 
+def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
+    """A transaction that has waited for a row which is leased by then lets it go."""
+    if connection.vendor == "sqlite":
+        pytest.skip("this database has no row locks")
+    distributed_lock(key).acquire().release()
+    locks = DistributedLock.objects
+
+    def wait() -> None:
+        with suppress(LockTimeout), transaction.atomic():
+            in_block(key, timeout=2 * DEADLINE)
+
+    with transaction.atomic():
+        lease = {"owner": "somebody", "lease": DEADLINE}
+        row = locks.acquire(key, **lease)
+        assert row is not None
+        waiting = other.start(wait)
+        always(lambda: not waiting.done(), during=0.5)
+    mine = {"owner": "somebody", "version": row.version}
+    with takes(at_most=1 + SLACK):
+        eventually(lambda: locks.renew(key, lease=DEADLINE, **mine), what="a renewal")
+        assert locks.release(key, **mine)
+    waiting.result(timeout=DEADLINE)
+
+
 # A free key
 
 
