@@ -34,6 +34,7 @@ from dblocks import (
     distributed_lock,
     transaction_lock,
 )
+from dblocks.backends.database import row_locks
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
@@ -112,6 +113,37 @@ def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
     with takes(at_most=1 + SLACK):
         eventually(lambda: locks.renew(key, lease=DEADLINE, **mine), what="a renewal")
         assert locks.release(key, **mine)
+    waiting.result(timeout=DEADLINE)
+
+
+def test_leased_before_it_asked(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction waits for a lease that came between its look and its select."""
+    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
+    if connection.vendor == "sqlite" or isolation in {"repeatable read", 3}:
+        pytest.skip("this database has no row locks, or the snapshot keeps them")
+    distributed_lock(key).acquire().release()
+    original, asks, committed = row_locks._select, Event(), Event()
+
+    def select(*arguments: Any) -> Any:
+        asks.set()
+        assert committed.wait(DEADLINE)
+        return original(*arguments)
+
+    def wait() -> None:
+        with transaction.atomic():
+            assert in_block(key, timeout=DEADLINE).key == key
+
+    monkeypatch.setattr(row_locks, "_select", select)
+    with transaction.atomic():
+        row = DistributedLock.objects.acquire(key, owner="somebody", lease=DEADLINE)
+        assert row is not None
+        waiting = other.start(wait)
+        assert asks.wait(DEADLINE)
+    committed.set()
+    always(lambda: not waiting.done(), during=0.3, what="the wait")
+    assert DistributedLock.objects.release(key, owner="somebody", version=row.version)
     waiting.result(timeout=DEADLINE)
 
 

@@ -548,9 +548,9 @@ MUTANTS = [
     Mutant(
         "a row that is gone counts as taken",
         "backends/database/row_locks.py",
-        '        if fresh:\n            raise StaleSnapshot(f"The row',
-        "        raise wait.timed_out(None)\n"
-        '        if fresh:\n            raise StaleSnapshot(f"The row',
+        '                if fresh:\n                    raise StaleSnapshot(f"The row',
+        "                return wait.refuse(None)\n"
+        '                if fresh:\n                    raise StaleSnapshot(f"The row',
         (
             "tests/test_pruned_rows.py"
             "::test_row_goes_while_it_is_queued_for[in_a_transaction]",

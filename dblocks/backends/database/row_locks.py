@@ -63,12 +63,7 @@ class _Wait:
     Attributes:
         keys: In the order in which all callers lock them.
         key: The one that is taken, as far as known.
-        queues: Its next select waits for rows that others have locked.
-        pinned: It has waited for a row, which stays locked, and may be leased by now.
     """
-
-    queues = True
-    pinned = False
 
     def __init__(self, keys: Sequence[str], how: RowWait) -> None:
         self.keys = keys
@@ -193,20 +188,34 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
 
 
 def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
-    unseen, wait.queues = 0, fresh or not _unlocks_leased(connection)
+    """Lock the rows once none of them has a lease.
+
+    It looks on another connection: a leased row must never stay locked, or its holder
+    could not renew it; a row that this transaction inserts holds up every try.
+    """
+    unseen, may_pin = 0, False
     while True:
+        locks_gaps = unseen and dialects.of(connection).keeps_row_locks
+        look = table.read_all if locks_gaps else table.ensure_rows
         try:
-            seen = wait.taken(_read(connection, wait, fresh, unseen))
+            found = run(connection, look, wait.keys)
+            if len(found) < len(wait.keys):
+                # The row was deleted during the wait. InnoDB may have locked its gap
+                # for this transaction, and nobody else could insert the row again.
+                if fresh:
+                    raise StaleSnapshot(f"The row of {wait.key!r} was deleted.")
+                found = table.ensure_rows(connection, wait.keys)
         except table.GapLocked:
             if wait.left and not wait.how.skip:
                 continue
             return wait.refuse(None)
+        seen = wait.taken(found)
         if seen.remaining > 0:
-            if unseen:
+            if may_pin:
                 _refuse_pinned_lease(connection, wait, seen)
+                may_pin = False
             if not wait.left:
                 return wait.refuse(seen)
-            wait.queues = fresh or not _unlocks_leased(connection)
             wait.pause(seen.remaining)
             continue
         try:
@@ -217,40 +226,16 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
             return wait.refuse(seen)
         if rows is not None:
             return rows
-        if not wait.queues and wait.left and not wait.how.skip:
-            wait.queues = True
-            continue
-        wait.pinned = not fresh and wait.queues
         if wait.how.skip and _are_locked(connection, wait):
             return None
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
-        unseen += 1
+        unseen, may_pin = unseen + 1, True
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
             if not wait.left:
                 return wait.refuse(seen)
         wait.pause(0.001)
-
-
-def _read(
-    connection: Connection, wait: _Wait, fresh: bool, unseen: int
-) -> dict[str, Reading]:
-    """Read the rows, and make those that are missing.
-
-    On another connection: a leased row must never stay locked, or its holder could not
-    renew it; a row that this transaction inserts holds up every try.
-    """
-    locks_gaps = unseen and dialects.of(connection).keeps_row_locks
-    look = table.read_all if locks_gaps else table.ensure_rows
-    found = run(connection, look, wait.keys)
-    if len(found) < len(wait.keys):
-        # The row was deleted during the wait. InnoDB may have locked its gap for this
-        # transaction, and nobody else could insert the row again.
-        if fresh:
-            raise StaleSnapshot(f"The row of {wait.key!r} was deleted.")
-        found = table.ensure_rows(connection, wait.keys)
-    return found
 
 
 def _are_locked(connection: Connection, wait: _Wait) -> bool:
@@ -262,18 +247,6 @@ def _are_locked(connection: Connection, wait: _Wait) -> bool:
 
 def _rows(connection: Connection) -> Any:
     return apps.get_model("dblocks", "DistributedLock").objects.using(connection.alias)
-
-
-def _unlocks_leased(connection: Connection) -> bool:
-    """Tell whether InnoDB unlocks rows that turn out to be leased.
-
-    In a range it does, unless it had to wait for the row; with "key = …" it doesn't.
-    With snapshots it unlocks neither, nor the gap behind the row.
-    """
-    dialect = dialects.of(connection)
-    return dialect.keeps_row_locks and (
-        dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
-    )
 
 
 def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
@@ -288,11 +261,15 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     that has a snapshot that is older than this one's commit: this one need have none.
     In a cluster that makes one of two transactions on different nodes fail.
     """
-    nowait = wait.left == 0 and not wait.how.skip
-    skip, left = wait.how.skip or not (wait.queues or nowait), wait.left
+    skip, left = wait.how.skip, wait.left
+    nowait = left == 0 and not skip
     more = []
     dialect = dialects.of(connection)
-    if _unlocks_leased(connection):
+    if dialect.keeps_row_locks and (
+        dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
+    ):
+        # In a range, InnoDB unlocks a row that turns out not to match; with "key = …"
+        # it doesn't. With snapshots it unlocks neither, nor the gap behind the row.
         more.append(f"{wait.keys[0]}\0")
     free = _free_rows(connection, wait, *more).order_by("key")
     locking = free.select_for_update(nowait=nowait, skip_locked=skip)
@@ -341,12 +318,13 @@ def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -
 
 
 def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> None:
-    """Raise if a lease that was granted in the same instant can't be renewed.
+    """Raise if a lease that was granted meanwhile can't be renewed.
 
-    With snapshots, or after a wait, InnoDB keeps its row locked in this transaction.
+    InnoDB keeps its row locked in this transaction if that had to wait for the row, and
+    with snapshots in any case.
     """
-    if dialects.of(connection).keeps_row_locks and (
-        wait.pinned or not _unlocks_leased(connection)
+    if dialects.of(connection).keeps_row_locks and run(
+        connection, table.is_locked, wait.key
     ):
         transaction.set_rollback(True, using=connection.alias)
         raise wait.timed_out(seen)

@@ -158,6 +158,14 @@ class Statements:
         )
 
     @cached_property
+    def lockable(self) -> str:
+        """Find a key's row unless a transaction has it locked."""
+        d = self.dialect
+        return (
+            f"SELECT 1 FROM {d.by_key} WHERE {d.key} = %(key)s FOR UPDATE SKIP LOCKED"
+        )
+
+    @cached_property
     def create_floor(self) -> str:
         return self.dialect.insert_unless_there(f"{FLOOR} (id, value) VALUES (1, 0)")
 

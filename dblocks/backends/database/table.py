@@ -201,6 +201,11 @@ def _reading(row: Sequence[Any]) -> Reading:
     return Reading(owner, holder, note, version, since, float(remaining), limit)
 
 
+def is_locked(connection: Connection, key: str) -> bool:
+    """Tell whether another transaction has a row locked; not on SQLite."""
+    return not fetch(connection, statements.on(connection).lockable, {"key": key})
+
+
 def release(connection: Connection, grant: Grant, count: int | None = None) -> bool:
     """Release one hold, or all but ``count``; tell whether the grant was current."""
     # The shorter statement, if the caller knows that this is the last hold.
