@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.db.backends.signals import connection_created
-from django.db.models import Max, Subquery
+from django.db.models import Max, Subquery, Window
+from django.db.models.functions import RowNumber
 from django.utils import timezone as django_timezone
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock, transaction_lock
@@ -153,6 +154,16 @@ def test_moments_of_a_subquery(
     found = rows.annotate(end=Subquery(ends)).get()
     last = rows.distinct().aggregate(end=Max("expires_at"))["end"]
     assert found.end == last == found.expires_at
+
+
+def test_moments_of_rows_found_by_a_window(
+    database_time_zone: None, key: str, acquire: Leases
+) -> None:
+    """A filter by a window function, which Django puts around a subquery, as well."""
+    acquire(lease=600)
+    rows = locks.filter(pk=key)
+    first = rows.annotate(number=Window(RowNumber())).filter(number=1)
+    assert first.get().expires_at == rows.get().expires_at
 
 
 @pytest.fixture(params=[timedelta(days=1), timedelta(days=-1)], ids=["ahead", "behind"])

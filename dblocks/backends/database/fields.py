@@ -53,7 +53,10 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
 
     def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
-        if compiler.query.subquery:
+        query = compiler.query
+        selected = query.annotation_select.values()
+        # Where a filter asks for a window function, the result is a subquery's.
+        if query.subquery and not any(each.contains_over_clause for each in selected):
             # The database goes on with it, and needs its time zone.
             return sql, params
         return dialects.of(compiler.connection).utc(sql), params
