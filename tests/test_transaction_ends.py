@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.conf import settings as django_settings
 from django.db import (
     DatabaseError,
@@ -159,6 +160,26 @@ def test_hook_with_another_databases_transaction(
         lease.release()
     assert seen == [True]
     assert not taken()
+
+
+@two_databases
+def test_async_hook_beside_a_closed_connection(
+    lock: Locks, taken: Callable[..., bool]
+) -> None:
+    """A connection that was closed inside its block has no transaction any more."""
+    seen: list[bool] = []
+
+    async def use() -> None:
+        async with lock(timeout=0):
+            pass
+
+    with transaction.atomic():
+        with transaction.atomic(using="locks"):
+            connections["locks"].ensure_connection()
+            connections["locks"].close()
+        transaction.on_commit(lambda: async_to_sync(use)())
+        transaction.on_commit(lambda: seen.append(taken()))
+    assert seen == [False]
 
 
 def test_failing_hook_after_one_with_a_transaction(

@@ -126,7 +126,9 @@ def _keeps_open(connection: Connection) -> bool:
     """Tell, also in another thread, whether a transaction is open or being ended."""
     if in_transaction(connection):
         return True
-    return not (connection.autocommit or in_test_case(connection))
+    # One that was closed inside its block is gone, and left out of autocommit.
+    is_there = connection.connection is not None
+    return is_there and not (connection.autocommit or in_test_case(connection))
 
 
 def is_outermost(connection: Connection) -> bool:
