@@ -254,12 +254,18 @@ def test_auto_refresh(desk: Desk) -> None:
     assert not page.is_checked("#dblocks-refresh")
 
 
-def test_auto_refresh_of_an_empty_list(desk: Desk) -> None:
-    """The first lock appears where a reload shows it."""
+def refreshing(desk: Desk, address: str = LIST) -> Any:
+    """Open a list that refreshes itself, with a clock that the test moves."""
     page = desk.sit_down()
     page.do(page.page.clock.install)
-    page.open(LIST)
+    page.open(address)
     page.check("#dblocks-refresh")
+    return page
+
+
+def test_auto_refresh_of_an_empty_list(desk: Desk) -> None:
+    """The first lock appears where a reload shows it."""
+    page = refreshing(desk)
     LockFactory(key="a", held=True)
     page.do(page.page.clock.run_for, 5100)
     table = page.page.locator(".results")
@@ -272,10 +278,7 @@ def test_auto_refresh_of_an_empty_list(desk: Desk) -> None:
 def test_auto_refresh_after_logout(desk: Desk) -> None:
     """A page that can't be refreshed any more says so and keeps what it shows."""
     LockFactory(key="a", held=True)
-    page = desk.sit_down()
-    page.do(page.page.clock.install)
-    page.open(LIST)
-    page.check("#dblocks-refresh")
+    page = refreshing(desk)
     Session.objects.all().delete()
     page.do(page.page.clock.run_for, 5100)
     page.wait_for_selector("text=not refreshed")
@@ -286,10 +289,7 @@ def test_auto_refresh_of_a_page_that_is_gone(desk: Desk) -> None:
     """The list without filters, where that leads, isn't shown in its place."""
     LockFactory(key="held", held=True, age=7200)
     LockFactory.bulk(101, expired=True)
-    page = desk.sit_down()
-    page.do(page.page.clock.install)
-    page.open(f"{LIST}?state=expired&p=3")
-    page.check("#dblocks-refresh")
+    page = refreshing(desk, f"{LIST}?state=expired&p=3")
     last = page.inner_text("#result_list .dblocks-key")
     assert DistributedLock.objects.force_release(last)
     page.do(page.page.clock.run_for, 5100)
@@ -300,10 +300,7 @@ def test_auto_refresh_of_a_page_that_is_gone(desk: Desk) -> None:
 def test_auto_refresh_that_takes_long(desk: Desk) -> None:
     """A late answer doesn't undo a newer one, and the page says that it waits."""
     LockFactory(key="a", held=True)
-    page = desk.sit_down()
-    page.do(page.page.clock.install)
-    page.open(LIST)
-    page.check("#dblocks-refresh")
+    page = refreshing(desk)
     held_back: list[Any] = []
     page.route(f"**{LIST}", lambda route: held_back.append((route, route.fetch())))
     page.do(page.page.clock.run_for, 5100)

@@ -593,6 +593,14 @@ def test_ignored_signal_stays_ignored(commands: Commands, key: str) -> None:
     assert finish(process)[0] == 3
 
 
+def assert_never_started(key: str, folder: Path) -> None:
+    """SIGTERM came first: the command doesn't run, and the key is free."""
+    file = folder / "ran"
+    assert run(key, "--", "touch", str(file)) == 143
+    assert not file.exists()
+    assert not distributed_lock(key).locked()
+
+
 def test_signal_between_grant_and_start(
     shared: None, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,10 +612,7 @@ def test_signal_between_grant_and_start(
         return original(self)
 
     monkeypatch.setattr(Supervisor, "_start", interrupted)
-    file = tmp_path / "ran"
-    assert run(key, "--", "touch", str(file)) == 143
-    assert not file.exists()
-    assert not distributed_lock(key).locked()
+    assert_never_started(key, tmp_path)
 
 
 @pytest.mark.parametrize("helper", ["group", "sentinel"])
@@ -631,10 +636,7 @@ def test_signal_that_ends_a_helper_too(
         return original(self)
 
     monkeypatch.setattr(Supervisor, "_prepare", interrupted)
-    file = tmp_path / "ran"
-    assert run(key, "--", "touch", str(file)) == 143
-    assert not file.exists()
-    assert not distributed_lock(key).locked()
+    assert_never_started(key, tmp_path)
 
 
 # The group

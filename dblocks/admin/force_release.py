@@ -27,7 +27,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from .. import clock, validation
-from ..backends.database import dialects
+from ..backends.database import dialects, table
 from ..backends.database.expressions import SecondsUntil
 from ..interventions import Intervention
 from ..models import DistributedLock, LockQuerySet, State
@@ -139,17 +139,15 @@ def is_busy(locks: LockQuerySet, key: str, patience: float) -> bool:
     It may be committing work done under this lock. The release, and the request with
     it, would have to wait for its end.
     """
-    rows = locks.filter(pk=key).select_for_update(skip_locked=True)
-    if not connections[rows.db].features.has_select_for_update_skip_locked:
+    connection = connections[locks.db]
+    if not dialects.of(connection).has_row_locks:
         return False
     give_up = clock.monotonic() + patience
-    while True:
-        with transaction.atomic(using=rows.db):
-            if rows.first() is not None:
-                return False
+    while table.is_locked(connection, key):
         if clock.monotonic() > give_up:
             return True
         time.sleep(PATIENCE / 20)
+    return False
 
 
 class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
