@@ -327,7 +327,11 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
         connection, table.is_locked, wait.key
     ):
         transaction.set_rollback(True, using=connection.alias)
-        raise wait.timed_out(seen)
+        raise wait.timed_out(seen) from OperationalError(
+            f"The lock {wait.key!r} was leased while this transaction waited for its "
+            f"row, and the row stays locked until the transaction ends: it has to be "
+            f"rolled back. Run it again."
+        )
 
 
 # SQLite, which has no row locks
