@@ -16,7 +16,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import CommandError, call_command
 from django.db import IntegrityError, NotSupportedError, transaction
-from django.test import TestCase, TransactionTestCase
+from django.test import TestCase, TransactionTestCase, override_settings
 
 from dblocks import (
     Lease,
@@ -527,6 +527,14 @@ class InsideTestCase(TestCase):
                 assert lease.held
                 assert distributed_lock("inside", owner="x").try_acquire() is None
                 time.sleep(0.05)
+
+    def test_renewal_in_replaced_settings(self) -> None:
+        """So it does if the test has replaced the setting meanwhile."""
+        with distributed_lock("inside", lease=scaled(1)) as lease:
+            time.sleep(scaled(1.5))
+            with override_settings(DBLOCKS={"default": {"TIMEOUT": 0}}):
+                assert distributed_lock("inside", owner="x").try_acquire() is None
+            assert lease.held
 
     async def test_async(self) -> None:
         """Async test methods lock on the test's connection too."""

@@ -36,6 +36,7 @@ from ..values import (
 from . import (
     dialects,
     one_writer,
+    owed,
     permit_rows,
     session_locks,
     several_rows,
@@ -82,9 +83,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: there is no database {using!r} in DATABASES."
             )
-        self._owed: dict[
-            Grant, tuple[object, Renewal, Callable[[Renewed], object]]
-        ] = {}
 
     @property
     def using(self) -> str:
@@ -242,8 +240,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         patience: float | None = None,
         **options: Any,
     ) -> T:
-        if self._owed and own.in_atomic_block:
-            self._catch_up(own)
+        owed.catch_up(own)
         if patience is not None:
             patience = max(patience, dialects.known(own).patience)
         return run(own, operation, *arguments, patience=patience, **options)
@@ -319,7 +316,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         renewal: Renewal,
         answer: Callable[[Renewed], object],
     ) -> None:
-        self._owed[renewal.grant] = connection, renewal, answer
+        owed.owe(connection, renewal, answer)
 
     def _note_block(self, own: Connection, keys: Sequence[str]) -> None:
         if transactions.in_test_case(own):
@@ -341,15 +338,6 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         for key in keys:
             transactions.refuse_own_row_lock(own.alias, key, certain=True)
         return bool(_of_tests) and any(_is_a_tests(own, key) for key in keys)
-
-    def _catch_up(self, connection: Connection) -> None:
-        """Make the renewals owed on a test's connection: nobody else sees its rows."""
-        due = [g for g, owed in list(self._owed.items()) if owed[0] is connection]
-        owed = {grant: self._owed.pop(grant) for grant in due}
-        renewals = [renewal for _, renewal, _ in owed.values()]
-        outcome = table.renew(connection, renewals, overdue=True)
-        for _, _, answer in owed.values():
-            answer(outcome)
 
     def move_clock(self, seconds: float) -> None:
         run(connections[self.using], table.make_older, seconds)
