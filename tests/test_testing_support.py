@@ -15,8 +15,9 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import CommandError, call_command
-from django.db import IntegrityError, NotSupportedError, transaction
+from django.db import IntegrityError, NotSupportedError, connection, transaction
 from django.test import TestCase, TransactionTestCase, override_settings
+from django.test.utils import CaptureQueriesContext
 
 from dblocks import (
     Lease,
@@ -29,7 +30,9 @@ from dblocks import (
 from dblocks.backends.base import BaseBackend
 from dblocks.backends.database import own_connections
 from dblocks.conf import backends
+from dblocks.holding import news
 from dblocks.models import DistributedLock
+from dblocks.signals import lock_lost
 from dblocks.test import (
     aclear_locks,
     amove_clock,
@@ -633,6 +636,33 @@ class TestLeftovers:
     ) -> None:
         """Nor are other threads refused what only the failed test had."""
         assert obtainable()
+
+    def test_renewal_that_was_due(self, committed: None, key: str) -> None:
+        """A later test neither renews it nor hears of its loss."""
+        left: list[Lease] = []
+        lost: list[str] = []
+
+        def hear(key: str, **facts: object) -> None:
+            lost.append(key)
+
+        def leave() -> None:
+            left.append(distributed_lock(key, lease=scaled(1)).acquire(timeout=0))
+            time.sleep(scaled(0.5))
+
+        def count() -> None:
+            with CaptureQueriesContext(connection) as statements:
+                distributed_lock(f"{key}:other").locked()
+            assert len(statements) == 1
+
+        run_case(leave)
+        lock_lost.connect(hear)
+        try:
+            run_case(count)
+            news.settle(SLACK)
+        finally:
+            lock_lost.disconnect(hear)
+            left[0].release()
+        assert lost == []
 
     def test_of_the_class(self, committed: None, key: str) -> None:
         """What a whole class of tests holds stays held between them."""

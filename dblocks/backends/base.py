@@ -346,10 +346,12 @@ class BaseBackend(ABC):
         connection: object,
         renewal: Renewal,
         answer: Callable[[Renewed], object],
+        is_live: Callable[[], bool],
     ) -> None:
         """Remember a renewal that only a test's own connection can make.
 
-        ``answer`` is called with the outcome.
+        ``answer`` is called with the outcome. If ``is_live`` says no by then, nobody
+        needs it any more.
         """
 
     def move_clock(self, seconds: float) -> None:

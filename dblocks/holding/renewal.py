@@ -181,7 +181,8 @@ def _due(live: list[Hold], now: float) -> dict[BaseBackend, list[Hold]]:
             # Only the test can see the row; it is renewed when the test next asks.
             hold.extend(now)
             answer = partial(hold.note_answer, sent=now)
-            hold.backend.owe(binding.test_connection, hold.renewal(), answer)
+            how = hold.renewal(), answer, hold.is_live
+            hold.backend.owe(binding.test_connection, *how)
     return due
 
 

@@ -315,8 +315,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         connection: object,
         renewal: Renewal,
         answer: Callable[[Renewed], object],
+        is_live: Callable[[], bool],
     ) -> None:
-        owed.owe(connection, renewal, answer)
+        owed.owe(connection, renewal, answer, is_live)
 
     def _note_block(self, own: Connection, keys: Sequence[str]) -> None:
         if transactions.in_test_case(own):

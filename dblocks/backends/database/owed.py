@@ -6,20 +6,31 @@ Not a backend's, because a test may replace the setting, and with it all backend
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..values import Grant, Renewal, Renewed
 from . import table
 
-_owed: dict[tuple[object, Grant], tuple[Renewal, Callable[[Renewed], object]]] = {}
+
+class _Owed(NamedTuple):
+    renewal: Renewal
+    answer: Callable[[Renewed], object]
+    is_live: Callable[[], bool]
+
+
+_owed: dict[tuple[object, Grant], _Owed] = {}
 
 
 def owe(
-    connection: object, renewal: Renewal, answer: Callable[[Renewed], object]
+    connection: object,
+    renewal: Renewal,
+    answer: Callable[[Renewed], object],
+    is_live: Callable[[], bool],
 ) -> None:
-    """Remember a renewal until its test next asks; ``answer`` gets the outcome."""
-    _owed[connection, renewal.grant] = renewal, answer
+    """Remember a renewal until its test next asks, if it is still held then."""
+    _owed[connection, renewal.grant] = _Owed(renewal, answer, is_live)
 
 
 def catch_up(connection: Connection) -> None:
@@ -27,7 +38,7 @@ def catch_up(connection: Connection) -> None:
     if not (_owed and connection.in_atomic_block):
         return
     due = [place for place in list(_owed) if place[0] is connection]
-    owed = [_owed.pop(place) for place in due]
-    outcome = table.renew(connection, [renewal for renewal, _ in owed], overdue=True)
-    for _, answer in owed:
-        answer(outcome)
+    owed = [it for place in due if (it := _owed.pop(place)).is_live()]
+    outcome = table.renew(connection, [it.renewal for it in owed], overdue=True)
+    for it in owed:
+        it.answer(outcome)
