@@ -15,6 +15,7 @@ from . import clock, interventions, transaction_locks, validation
 from .backends.database import (
     deletion,
     dialects,
+    owed,
     session_locks,
     table,
     transactions,
@@ -130,7 +131,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         # A new row's token is read from the floor.
         transactions.note_row_lock(self.db, deletion.FLOOR)
         while True:
-            answer = table.take(transactions.unpinned(self.db), request)
+            answer = table.take(owed.settled(self.db), request)
             if not isinstance(answer, Reading):
                 names = list(answer.grant._fields)
                 row: DistributedLock
@@ -158,7 +159,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         row_key = validation.key_of_row(key, permit)
         grant = Grant(row_key, validation.owner(owner), validation.version(version))
         renewal = Renewal(grant, validation.lease(lease))
-        renewed = table.renew(transactions.unpinned(self.db), [renewal], wait=True)
+        renewed = table.renew(owed.settled(self.db), [renewal], wait=True)
         return grant in renewed.extended
 
     def release(
@@ -174,7 +175,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         self._for_write = True
         row_key = validation.key_of_row(key, permit)
         grant = Grant(row_key, validation.owner(owner), validation.version(version))
-        return table.release(transactions.unpinned(self.db), grant)
+        return table.release(owed.settled(self.db), grant)
 
     def force_release(
         self,
@@ -246,6 +247,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         row_key = validation.key_of_row(key, permit)
         how = validation.intervention(by, reason, version)
         self._for_write = True
+        owed.settled(self.db)
         rows = self.held().filter(key=row_key)
         if version is not None:
             rows = rows.filter(version=version)

@@ -531,6 +531,28 @@ class InsideTestCase(TestCase):
                 assert distributed_lock("inside", owner="x").try_acquire() is None
                 time.sleep(0.05)
 
+    def test_renewal_before_other_verbs(self) -> None:
+        """Nor do the manager or a row lock find it overdue."""
+        locks = DistributedLock.objects
+        with hold_elsewhere("inside", lease=scaled(1)) as theirs:
+            for refused in (
+                lambda: locks.acquire("inside", owner="x", lease=30) is None,
+                lambda: locks.for_update("inside", skip_locked=True) is None,
+                lambda: locks.request_release("inside"),
+            ):
+                time.sleep(scaled(1.3))
+                with transaction.atomic():
+                    assert refused()
+                assert theirs.held
+
+    def test_renewal_before_the_clock_is_moved(self) -> None:
+        """A longer lease is renewed when the clock has been moved."""
+        with distributed_lock("inside", lease=30) as lease:
+            for _ in range(2):
+                move_clock(20)
+                eventually(lambda: lease.remaining() > 20, what="the renewal")
+            assert self.held("inside")
+
     def test_renewal_in_replaced_settings(self) -> None:
         """So it does if the test has replaced the setting meanwhile."""
         with distributed_lock("inside", lease=scaled(1)) as lease:

@@ -341,7 +341,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         return bool(_of_tests) and any(_is_a_tests(own, key) for key in keys)
 
     def move_clock(self, seconds: float) -> None:
-        run(connections[self.using], table.make_older, seconds)
+        self._run(connections[self.using], table.make_older, seconds)
 
     def clear(self) -> None:
         locks = self._locks()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..values import Grant, Renewal, Renewed
-from . import table
+from . import table, transactions
 
 
 class _Owed(NamedTuple):
@@ -42,3 +42,10 @@ def catch_up(connection: Connection) -> None:
     outcome = table.renew(connection, [it.renewal for it in owed], overdue=True)
     for it in owed:
         it.answer(outcome)
+
+
+def settled(alias: str) -> Connection:
+    """Return this thread's connection, on which no renewal is owed any more."""
+    connection = transactions.unpinned(alias)
+    catch_up(connection)
+    return connection

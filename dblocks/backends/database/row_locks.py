@@ -25,7 +25,7 @@ from ...exceptions import LockTimeout
 from ...signals import log_timeout
 from ...validation import RowWait
 from ..values import FOREVER, Grant, Reading
-from . import dialects, several_rows, table, transactions
+from . import dialects, owed, several_rows, table, transactions
 from .connections import PATIENCE, reading_beside, run
 from .dialects.sqlite import BusyTimeout
 from .expressions import UtcNow
@@ -118,6 +118,7 @@ def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
             f"for_update({keys[0]!r}) locks a row until the end of a transaction: call "
             f"it inside transaction.atomic(using={using!r})."
         )
+    owed.catch_up(connection)
     wait = _Wait(keys, how)
     if len(keys) > 1 and dialects.of(connection).keeps_row_locks:
         return _one_by_one(connection, wait)
