@@ -708,6 +708,29 @@ class TestLeftovers:
         assert not Case.lease.held
         assert Case.lease.release() is False
 
+    def test_renewals_of_the_class(self, committed: None, key: str) -> None:
+        """Each test undoes those that it made, so the next one makes them again."""
+
+        class Case(TestCase):
+            @classmethod
+            def setUpClass(cls) -> None:
+                super().setUpClass()
+                cls.lease = distributed_lock(key, lease=scaled(1)).acquire(timeout=0)
+
+            def test_one(self) -> None:
+                time.sleep(scaled(1.1))
+                assert distributed_lock(key, owner="x").try_acquire() is None
+
+            def test_two(self) -> None:
+                assert self.lease.held
+                assert distributed_lock(key, owner="x").try_acquire() is None
+                assert self.lease.held
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
+        assert result.wasSuccessful(), result.failures + result.errors
+        assert Case.lease.release() is False
+
     def test_block_of_the_class(self, committed: None, key: str) -> None:
         """A block around all tests of a class ends quietly, after Django's rollback."""
 

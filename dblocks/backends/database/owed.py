@@ -18,6 +18,8 @@ class _Owed(NamedTuple):
     renewal: Renewal
     answer: Callable[[Renewed], object]
     is_live: Callable[[], bool]
+    #: The block that it was made in, which may be rolled back.
+    block: object = None
 
 
 _owed: dict[tuple[object, Grant], _Owed] = {}
@@ -34,13 +36,20 @@ def owe(
 
 
 def catch_up(connection: Connection) -> None:
-    """Make the renewals that are owed on a connection."""
+    """Make the renewals that are owed on a connection.
+
+    Again, if the block that they were made in has ended, perhaps by a rollback.
+    """
     if not (_owed and connection.in_atomic_block):
         return
+    blocks = connection.atomic_blocks
     due = [place for place in list(_owed) if place[0] is connection]
+    due = [place for place in due if _owed[place].block not in blocks]
     owed = [it for place in due if (it := _owed.pop(place)).is_live()]
     outcome = table.renew(connection, [it.renewal for it in owed], overdue=True)
     for it in owed:
+        place = connection, it.renewal.grant
+        _owed.setdefault(place, it._replace(block=blocks[-1]))
         it.answer(outcome)
 
 
