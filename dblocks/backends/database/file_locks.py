@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from typing import ClassVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
@@ -64,11 +64,6 @@ MOST_ASKERS = 64
 
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock``: type, whence, start, length, process."""
-
-
-@lru_cache(maxsize=1024)
-def _flock(kind: int, byte: int, length: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
 
 
 class _File:
@@ -176,7 +171,8 @@ class _Descriptor:
             self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
     def _call(self, command: int, kind: int, byte: int, length: int = 1) -> bytes:
-        return fcntl.fcntl(self._file.number, command, _flock(kind, byte, length))
+        asked = _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0)
+        return fcntl.fcntl(self._file.number, command, asked)
 
     def close(self) -> None:
         self._file.close()
