@@ -915,7 +915,7 @@ def test_database_that_fails_in_between(
     for key in ("a", "b", "c"):
         LockFactory(key=key, held=True)
 
-    def fail_at_b(locks: Any, key: str, patience: float) -> bool:
+    def fail_at_b(key: str, patience: float) -> bool:
         if key == "b":
             raise OperationalError("Server has gone away")
         return False
@@ -933,7 +933,7 @@ def test_changed_at_the_last_moment(
     """The condition is in the statement that releases, not only in a look before."""
     LockFactory(key="k", held=True)
 
-    def take_over(locks: Any, key: str, patience: float) -> bool:
+    def take_over(key: str, patience: float) -> bool:
         DistributedLock.objects.force_release(key)
         DistributedLock.objects.acquire(key, owner="new", lease=60)
         return False

@@ -133,13 +133,13 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
     return visible(text)
 
 
-def is_busy(locks: LockQuerySet, key: str, patience: float) -> bool:
+def is_busy(key: str, patience: float) -> bool:
     """Tell whether a transaction has the row locked, and not just for a moment.
 
     It may be committing work done under this lock. The release, and the request with
     it, would have to wait for its end.
     """
-    connection = connections[locks.db]
+    connection = connections[DistributedLock.objects.db]
     if not dialects.of(connection).has_row_locks:
         return False
     give_up = clock.monotonic() + patience
@@ -376,7 +376,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return "unheld"
         which = {"permit": lock.permit, "version": lock.version}
         try:
-            if is_busy(DistributedLock.objects.all(), lock.key, patience):
+            if is_busy(lock.key, patience):
                 return "busy"
             if not act(lock.lock_key, **which, by=request.user, reason=reason):
                 return "changed"
