@@ -124,9 +124,9 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.
         return connection if is_alone(connection) else connection_beside(alias)
-    closed = connection.connection is None
-    if closed and _would_use_pool(connection):
+    if _would_use_pool(connection):
         return connection
+    closed = connection.connection is None
     settings = connection.settings_dict
     if not (settings["AUTOCOMMIT"] if closed else connection.autocommit):
         raise _autocommit_is_off(connection)
@@ -147,13 +147,13 @@ def _autocommit_is_off(connection: Connection) -> TransactionManagementError:
 
 def _would_use_pool(connection: Connection) -> bool:
     """Tell whether it is Django's, and would take a connection out of a pool."""
-    closed = connection.connection is None
-    return closed and bool(connection.settings_dict["OPTIONS"].get("pool"))
+    has_pool = bool(connection.settings_dict["OPTIONS"].get("pool"))
+    return has_pool and connection.connection is None
 
 
 def _spare(connection: Connection) -> Connection | None:
     """Return a connection to use instead of one that can't be used."""
-    if connection.connection is None and _would_use_pool(connection):
+    if _would_use_pool(connection):
         # Waiters must not use up the pool, and holders must be able to release.
         alias = connection.alias
         return idle.find(alias) or separate_connection(alias)
