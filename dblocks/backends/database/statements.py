@@ -196,10 +196,6 @@ class Statements:
             f"expires_at = {self.extended} WHERE {unlocked(live)}"
         )
 
-    @cached_property
-    def read(self) -> str:
-        return f"SELECT {self.reading} FROM {self.dialect.table} WHERE {self.this_key}"
-
     @lru_cache(maxsize=64)  # noqa: B019
     def read_all(self, size: int) -> str:
         d = self.dialect

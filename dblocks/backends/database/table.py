@@ -180,8 +180,7 @@ def _reentered(connection: Connection, grant: Grant, values: Values) -> bool:
 
 def read(connection: Connection, key: str) -> Reading | None:
     """Read a row without locking it; ``None`` when the key has none."""
-    rows = fetch(connection, statements.on(connection).read, {"key": key})
-    return _reading(rows[0]) if rows else None
+    return read_all(connection, [key]).get(key)
 
 
 def read_all(connection: Connection, keys: Sequence[str]) -> dict[str, Reading]:
