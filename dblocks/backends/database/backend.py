@@ -240,7 +240,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         patience: float | None = None,
         **options: Any,
     ) -> T:
-        owed.catch_up(own)
+        if own.in_atomic_block:
+            owed.catch_up(own)
         if patience is not None:
             patience = max(patience, dialects.known(own).patience)
         return run(own, operation, *arguments, patience=patience, **options)

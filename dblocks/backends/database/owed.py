@@ -43,8 +43,11 @@ def catch_up(connection: Connection) -> None:
     if not (_owed and connection.in_atomic_block):
         return
     blocks = connection.atomic_blocks
-    due = [place for place in list(_owed) if place[0] is connection]
-    due = [place for place in due if _owed[place].block not in blocks]
+    due = [
+        place
+        for place, it in list(_owed.items())
+        if place[0] is connection and it.block not in blocks
+    ]
     owed = [it for place in due if (it := _owed.pop(place)).is_live()]
     outcome = table.renew(connection, [it.renewal for it in owed], overdue=True)
     for it in owed:
