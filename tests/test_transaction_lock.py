@@ -124,6 +124,28 @@ def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
             assert "has to be rolled back" in str(refusal.__cause__)
 
 
+def test_leased_while_its_savepoint_waited(key: str, other: OtherThread) -> None:
+    """A savepoint doesn't take back that the transaction must let such a row go."""
+    if connection.vendor != "mysql":
+        pytest.skip("this database unlocks the row, or locks none")
+    distributed_lock(key).acquire().release()
+
+    def wait() -> bool:
+        with transaction.atomic():
+            AccountFactory(name="anybody")
+            with suppress(LockTimeout), transaction.atomic():
+                in_block(key, timeout=2 * DEADLINE)
+            return connection.needs_rollback
+
+    with transaction.atomic():
+        lease = {"owner": "somebody", "lease": DEADLINE}
+        assert DistributedLock.objects.acquire(key, **lease) is not None
+        waiting = other.start(wait)
+        always(lambda: not waiting.done(), during=0.5)
+    assert waiting.result(timeout=DEADLINE)
+    assert not Account.objects.filter(name="anybody").exists()
+
+
 def test_leased_before_it_asked(
     key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

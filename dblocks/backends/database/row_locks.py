@@ -327,7 +327,7 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
     if dialects.of(connection).keeps_row_locks and run(
         connection, table.is_locked, wait.key
     ):
-        transaction.set_rollback(True, using=connection.alias)
+        transactions.doom(connection)
         raise wait.timed_out(seen) from OperationalError(
             f"The lock {wait.key!r} was leased while this transaction waited for its "
             f"row, and the row stays locked until the transaction ends: it has to be "

@@ -203,6 +203,19 @@ def unpinned(alias: str) -> Connection:
     return connections[alias]
 
 
+def doom(connection: Connection) -> None:
+    """Mark the whole open transaction for rollback, whichever savepoints it has.
+
+    Of a ``TestCase``'s, what the test itself opened.
+    """
+    # Going back to a savepoint would take the mark back.
+    connection.savepoint_ids = [
+        sid if outer._from_testcase else None
+        for sid, outer in zip(connection.savepoint_ids, connection.atomic_blocks)
+    ]
+    transaction.set_rollback(True, using=connection.alias)
+
+
 def note_row_lock(alias: str, key: str) -> None:
     """Remember that the open transaction has locked a key's row."""
     depth = len(connections[alias].atomic_blocks)
