@@ -166,6 +166,35 @@ def test_lease_after_a_savepoint_was_kept(key: str) -> None:
     assert granted(key)
 
 
+@pytest.mark.usefixtures("two_writers")
+def test_lease_after_a_savepoint_was_marked(key: str, other: OtherThread) -> None:
+    """A savepoint that is marked for rollback goes back, too, when it is left."""
+    with transaction.atomic():
+        assert not Account.objects.filter(name="anybody").exists()
+        with transaction.atomic():
+            in_block(key)
+            transaction.set_rollback(True)
+        freed = connection.vendor == "postgresql"
+        assert other.do(granted, key) is freed
+        with takes(at_most=SLACK):
+            seen = refusal(acquire_and_release, key, timeout=WAIT)
+        assert seen == ("none" if freed else "LockError")
+    assert granted(key)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_lease_after_a_block_without_savepoint(key: str, other: OtherThread) -> None:
+    """What must be rolled back, and has not been, keeps its rows locked."""
+    with transaction.atomic():
+        with pytest.raises(RolledBack), transaction.atomic(savepoint=False):  # noqa: PT012
+            in_block(key)
+            raise RolledBack
+        assert not other.do(granted, key)
+        with takes(at_most=SLACK):
+            assert refusal(acquire_and_release, key, timeout=WAIT) == "LockError"
+    assert granted(key)
+
+
 @pytest.mark.parametrize("opened", [True, False], ids=["in its own", "without"])
 @FORMS
 def test_lease_in_a_hook(

@@ -663,7 +663,7 @@ MUTANTS = [
     Mutant(
         "a row is locked after its savepoint",
         "backends/database/transactions.py",
-        "        if exc_type is None:\n",
+        "        if not goes_back or connection.needs_rollback:\n",
         "        if True:\n",
         ("tests/test_nested_forms.py::test_lease_after_going_back[at first]",),
         quick=POSTGRESQL,

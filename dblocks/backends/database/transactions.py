@@ -299,6 +299,7 @@ def watch() -> None:
     def watched_leave(self: Any, exc_type: Any, exc: Any, traceback: Any) -> Any:
         thread = _thread
         outer = thread.leaving
+        goes_back = exc_type is not None or _goes_back(thread, self.using)
         if thread.blocks and not self._from_testcase:
             thread.blocks -= 1
         try:
@@ -313,7 +314,7 @@ def watch() -> None:
             if thread.guards:
                 _forget_guards(transaction.get_connection(self.using))
             if thread.row_locks:
-                _leave_row_locks(transaction.get_connection(self.using), exc_type)
+                _leave_row_locks(transaction.get_connection(self.using), goes_back)
             # The hooks of a commit run before the end of the outermost block.
             if not outer:
                 _outermost_left(thread)
@@ -350,7 +351,12 @@ def _forget_unlocked_rows(connection: Connection) -> None:
                 _thread.row_locks.pop((alias, key), None)
 
 
-def _leave_row_locks(connection: Connection, exc_type: object) -> None:
+def _goes_back(thread: _Thread, using: str | None) -> bool:
+    """Tell whether a block of a transaction with row locks is marked for rollback."""
+    return bool(thread.row_locks) and transaction.get_connection(using).needs_rollback
+
+
+def _leave_row_locks(connection: Connection, goes_back: bool) -> None:
     """Note what becomes of row locks when a block inside their transaction is left."""
     if not in_transaction(connection):
         return
@@ -358,7 +364,8 @@ def _leave_row_locks(connection: Connection, exc_type: object) -> None:
     for (alias, key), blocks in list(locks.items()):
         if alias != connection.alias or blocks <= depth:
             continue
-        if exc_type is None:
+        # While it is still to be rolled back, it has not gone back to any savepoint.
+        if not goes_back or connection.needs_rollback:
             locks[alias, key] = depth
         elif dialects.of(connection).keeps_row_locks:
             locks[alias, key] = 0
