@@ -34,7 +34,7 @@ from dblocks import (
     distributed_lock,
     transaction_lock,
 )
-from dblocks.backends.database import row_locks
+from dblocks.backends.database import row_locks, table
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
@@ -146,10 +146,14 @@ def test_leased_while_its_savepoint_waited(key: str, other: OtherThread) -> None
     assert not Account.objects.filter(name="anybody").exists()
 
 
+@pytest.mark.parametrize("locked", [False, True], ids=["alone", "beside others"])
 def test_leased_before_it_asked(
-    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch, locked: bool
 ) -> None:
-    """A transaction waits for a lease that came between its look and its select."""
+    """A transaction waits for a lease that came between its look and its select.
+
+    So it does if another one's statement has the row locked at that moment.
+    """
     isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
     if connection.vendor == "sqlite" or isolation in {"repeatable read", 3}:
         pytest.skip("this database has no row locks, or the snapshot keeps them")
@@ -166,6 +170,10 @@ def test_leased_before_it_asked(
             assert in_block(key, timeout=DEADLINE).key == key
 
     monkeypatch.setattr(row_locks, "_select", select)
+    is_locked, others = table.is_locked, iter([True] if locked else [])
+    monkeypatch.setattr(
+        table, "is_locked", lambda *args: next(others, False) or is_locked(*args)
+    )
     with transaction.atomic():
         row = DistributedLock.objects.acquire(key, owner="somebody", lease=DEADLINE)
         assert row is not None
