@@ -209,10 +209,11 @@ def doom(connection: Connection) -> None:
     Of a ``TestCase``'s, what the test itself opened.
     """
     # Going back to a savepoint would take the mark back.
-    connection.savepoint_ids = [
-        sid if outer._from_testcase else None
-        for sid, outer in zip(connection.savepoint_ids, connection.atomic_blocks)
-    ]
+    blocks: list[Any] = connection.atomic_blocks
+    savepoints: list[Any] = connection.savepoint_ids
+    for number, outer in enumerate(blocks[:-1]):
+        if not outer._from_testcase:
+            savepoints[number] = None
     transaction.set_rollback(True, using=connection.alias)
 
 
