@@ -18,7 +18,7 @@ from django.db.models import QuerySet
 from django.test.utils import CaptureQueriesContext
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, clock, distributed_lock
-from dblocks.backends.database import several_rows
+from dblocks.backends.database import own_connections, several_rows
 from dblocks.backends.values import Grant, Reading, Request
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
@@ -443,3 +443,11 @@ def test_nobody_waits(key: str) -> None:
 def test_nothing_is_known_of_a_grant_without_a_token() -> None:
     """A row can't tell whether a grant without a token was ended by force."""
     assert not Reading(version=2).is_forced_from(Grant("k", "me", None))
+
+
+def test_own_connections_are_closed() -> None:
+    """Those to a database in memory too, which Django leaves open."""
+    own = own_connections.separate_connection("default")
+    own.ensure_connection()
+    own_connections.close(own)
+    assert own.connection is None

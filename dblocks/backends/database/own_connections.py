@@ -78,10 +78,14 @@ def separate_connection(alias: str, **limits: int) -> Connection:
 
 
 def close(connection: Connection) -> None:
-    """Close a connection of dblocks' own."""
+    """Close a connection, as a rule of dblocks' own."""
+    is_own = connection in _open
     _open.discard(connection)
     try:
-        connection.close()
+        if is_own:
+            dialects.known(connection).close(connection)
+        else:
+            connection.close()
     except Error:
         logger.debug("closing failed database=%s", connection.alias, exc_info=True)
 

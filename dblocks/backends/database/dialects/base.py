@@ -208,6 +208,10 @@ class Dialect:
         """Tell whether others can't even read while a transaction is open."""
         return False
 
+    def close(self, connection: Connection) -> None:
+        """Close a connection of dblocks' own."""
+        connection.close()
+
     def harms_after_fork(self, connection: Connection) -> bool:
         """Tell whether a forked child must close an inherited connection, and may."""
         return False

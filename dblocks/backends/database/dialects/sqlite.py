@@ -9,6 +9,7 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import OperationalError
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
@@ -136,12 +137,21 @@ class SQLite(Dialect):
     def keeps_readers_out(self, connection: Any) -> bool:
         return connection.transaction_mode == "EXCLUSIVE" and not _has_wal(connection)
 
+    def close(self, connection: Connection) -> None:
+        super().close(connection)
+        # Django leaves open what is in memory, because that would be gone with its only
+        # connection.
+        if connection.connection is not None:
+            BaseDatabaseWrapper.close(connection)
+
     def harms_after_fork(self, connection: Any) -> bool:
         # SQLite takes the parent's lock on the file for the child's, so that others may
         # delete a write-ahead log that the child goes on with.
         raw = connection.connection
+        if raw is None or connection.is_in_memory_db():
+            return False
         with suppress(connection.Database.ProgrammingError):  # closed by others
-            return raw is not None and not raw.in_transaction
+            return not raw.in_transaction
         return False
 
     def limit(
