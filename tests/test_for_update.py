@@ -179,7 +179,10 @@ class TestBesideOthers:
     def test_session_is_left_as_found(self, pinned: Event, key: str) -> None:
         """A wait that ran out leaves no timeout behind in the caller's session."""
         question = {
-            "postgresql": "SELECT current_setting('lock_timeout')",
+            "postgresql": (
+                "SELECT current_setting('lock_timeout'), "
+                "current_setting('statement_timeout')"
+            ),
             "mysql": "SELECT @@innodb_lock_wait_timeout, @@lock_wait_timeout",
         }[connection.vendor]
 
@@ -192,6 +195,9 @@ class TestBesideOthers:
         with transaction.atomic():
             with pytest.raises(LockTimeout):
                 locks.for_update(key, timeout=0.2)
+            assert ask() == before
+        with transaction.atomic():
+            assert locks.for_update(f"{key}:free", timeout=0.2) is not None
             assert ask() == before
         assert ask() == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -39,7 +40,15 @@ from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere
 from tests.support.factories import AccountFactory, stored
 from tests.support.fixtures import OtherThread, has_old_snapshots, in_memory
-from tests.support.timing import DEADLINE, SLACK, always, eventually, quickest, takes
+from tests.support.timing import (
+    DEADLINE,
+    SLACK,
+    always,
+    eventually,
+    quickest,
+    scaled,
+    takes,
+)
 from tests.support.web import Site
 from tests.testapp.models import Account
 
@@ -55,9 +64,9 @@ DATABASE = "dblocks.backends.database.DatabaseBackend"
 Threads = Callable[[], OtherThread]
 
 
-def in_block(key: str, **options: Any) -> Any:
-    """Take the key in the with form; return the row."""
-    with transaction_lock(key, **options) as row:
+def in_block(*keys: str, **options: Any) -> Any:
+    """Take the keys in the with form; return what that yields."""
+    with transaction_lock(*keys, **options) as row:
         return row
 
 
@@ -183,6 +192,30 @@ def test_leased_before_it_asked(
     always(lambda: not waiting.done(), during=0.3, what="the wait")
     assert DistributedLock.objects.release(key, owner="somebody", version=row.version)
     waiting.result(timeout=DEADLINE)
+
+
+@pytest.mark.usefixtures("two_writers")
+def test_timeout_of_several_keys(key: str, threads: Threads) -> None:
+    """It bounds the wait for all of them, however many transactions have them."""
+    keys = [f"{key}:{number}" for number in range(4)]
+    for each in keys:
+        distributed_lock(each).acquire().release()
+
+    def hold(each: str, locked: Event, seconds: float) -> None:
+        with transaction.atomic(), transaction_lock(each):
+            locked.set()
+            time.sleep(seconds)
+
+    holding = []
+    for number, each in enumerate(keys, start=1):
+        locked = Event()
+        seconds = number * scaled(0.8)
+        holding.append(threads().start(hold, each, locked, seconds))
+        assert locked.wait(DEADLINE)
+    with takes(at_most=scaled(1) + SLACK), pytest.raises(LockTimeout):
+        in_block(*keys, timeout=scaled(1))
+    for transaction_of_others in holding:
+        transaction_of_others.result(timeout=DEADLINE)
 
 
 # A free key

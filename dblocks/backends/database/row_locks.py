@@ -291,7 +291,8 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
     except Incomplete:
         return None
     except OperationalError as error:
-        if not dialect.is_wait_over(error):
+        overdue = limit is not None and not wait.left and dialect.is_cut_off(error)
+        if not (overdue or dialect.is_wait_over(error)):
             raise
         if not fresh and dialect.has_ended_transaction(connection, error):
             # What the caller wrote before would be missing, and the rest committed.

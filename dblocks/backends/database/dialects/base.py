@@ -186,6 +186,10 @@ class Dialect:
         """Tell whether a bounded wait for a row's lock ran out."""
         return self.code(error) in self.wait_over
 
+    def is_cut_off(self, error: BaseException) -> bool:
+        """Tell whether a statement took longer than it may, or was cancelled."""
+        return False
+
     def has_lost_conflict(self, error: BaseException) -> bool:
         """Tell whether a transaction was ended in favour of another one."""
         return False

@@ -20,6 +20,22 @@ PREPARE_AFTER = 5
 
 PLAN_GONE = frozenset({"26000", "0A000"})
 
+GRACE = 250
+"""Milliseconds by which a statement may outlast its wait for a row's lock."""
+
+# The first setting counts anew for each transaction that a statement waits for. Of the
+# second, the session's own stays if it is shorter.
+_BOUND = """
+SELECT current_setting('lock_timeout'), current_setting('statement_timeout'),
+    set_config('lock_timeout', %s, true),
+    set_config('statement_timeout', COALESCE(EXTRACT(EPOCH FROM LEAST(
+        NULLIF(current_setting('statement_timeout')::interval, '0'), %s::interval
+    )) * 1000, 0)::bigint::text, true)
+"""
+_UNBOUND = """
+SELECT set_config('lock_timeout', %s, true), set_config('statement_timeout', %s, true)
+"""
+
 
 @cache
 def _preparing_cursor() -> type[Any]:
@@ -171,6 +187,9 @@ class PostgreSQL(Dialect):
             return state in {"57P01", "57P05", "25P03"}
         return str(error) in {"the connection is closed", "connection already closed"}
 
+    def is_cut_off(self, error: BaseException) -> bool:
+        return self.code(error) == "57014"
+
     def isolation(self, connection: Any) -> str | None:
         # psycopg2 numbers the levels differently.
         level = getattr(connection, "isolation_level", None)
@@ -185,17 +204,13 @@ class PostgreSQL(Dialect):
     @contextmanager
     def bounded(self, connection: Connection, limit: float | None) -> Iterator[None]:
         milliseconds = 0 if limit is None else max(1, round(limit * 1000))
+        in_all = None if limit is None else f"{milliseconds + GRACE}ms"
         # The savepoint keeps the transaction usable after a wait that ran out; rolling
-        # back to it undoes the setting.
+        # back to it undoes the settings.
         with transaction.atomic(using=connection.alias):
-            before, _ = ask(
-                connection,
-                "SELECT current_setting('lock_timeout'), "
-                "set_config('lock_timeout', %s, true)",
-                [f"{milliseconds}ms"],
-            )
+            before = ask(connection, _BOUND, [f"{milliseconds}ms", in_all])[:2]
             yield
-            ask(connection, "SELECT set_config('lock_timeout', %s, true)", [before])
+            ask(connection, _UNBOUND, before)
 
     def session_lock_name(self, connection: Connection, key: str) -> int:
         return int.from_bytes(digest("dblocks", key)[:8], "big", signed=True)
