@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.dispatch import Signal
 
-from dblocks import Lease, Lock, LockTimeout, signals
+from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals
 from dblocks.conf import backends
+from dblocks.test import hold_elsewhere
 from tests.support.fixtures import OtherThread
 from tests.support.timing import SLACK, eventually
 
@@ -125,3 +128,37 @@ def test_receiver_that_raises(lock: Locks, key: str) -> None:
             assert lease.held
     finally:
         signals.lock_acquired.disconnect(broken)
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+def test_async_code_is_told_in_a_thread(
+    lock: Locks, key: str, backend: str, keys: int
+) -> None:
+    """In async code as well, receivers may ask a database, or be async themselves."""
+    loops: list[object] = []
+    heard: list[str] = []
+
+    def hear(**said: Any) -> None:
+        loops.append(asyncio._get_running_loop())
+
+    async def ahear(key: str, **said: Any) -> None:
+        heard.append(key)
+
+    every = [key, key + ":b"][:keys]
+
+    async def try_both() -> None:
+        mine = distributed_lock(*every, backend=backend)
+        assert await mine.atry_acquire() is None
+        with pytest.raises(LockTimeout):
+            await mine.aacquire(timeout=0.1)
+
+    signals.lock_timed_out.connect(hear)
+    signals.lock_timed_out.connect(ahear)
+    try:
+        with hold_elsewhere(key, backend=backend):
+            async_to_sync(try_both)()
+    finally:
+        signals.lock_timed_out.disconnect(hear)
+        signals.lock_timed_out.disconnect(ahear)
+    assert loops == [None, None]
+    assert heard == [key, key]

@@ -7,6 +7,8 @@ classes. In a thread nothing suspends them, so :func:`run` needs no event loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from ..backends.base import BaseBackend
@@ -22,6 +24,10 @@ class InThread:
     async def call(self, function: Callable[[], T]) -> T:
         """Call a function that may wait for the engine."""
         return function()
+
+    async def tell(self, function: Callable[[], object]) -> None:
+        """Call a function that tells others, whatever they do then."""
+        function()
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
         """Wait until woken, or for so long; return whether it was woken."""
@@ -42,6 +48,11 @@ class InEventLoop(InThread):
 
     async def call(self, function: Callable[[], T]) -> T:
         return await call_in_thread(self._backend, function, self._undo)
+
+    async def tell(self, function: Callable[[], object]) -> None:
+        # In a thread: they may ask a database, or begin an event loop of their own.
+        told = partial(copy_context().run, function)
+        await call_in_thread(self._backend, told)
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
         return await waiter.await_(seconds)

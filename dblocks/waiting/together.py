@@ -99,7 +99,7 @@ class _Together:
         taken = await self.place.call(self._take) if self._may_take() else None
         if isinstance(taken, Taken) and clock.monotonic() >= self.attempts[0].give_up:
             attempt = next(x for x in self.attempts if x.key == taken.key)
-            return Refused(attempt, timed_out(attempt, taken.seen))
+            return await self._refused(attempt, taken.seen)
         found = taken if isinstance(taken, list) else await self._one_by_one()
         while not isinstance(found, Refused):
             lost = next((hold for hold in found if not hold.is_live()), None)
@@ -111,9 +111,12 @@ class _Together:
             # What undoes these may be carried out later.
             self._make_owner()
             if clock.monotonic() >= attempt.give_up:
-                return Refused(attempt, timed_out(attempt, Reading()))
+                return await self._refused(attempt, Reading())
             found = await self._one_by_one()
         return found
+
+    async def _refused(self, attempt: Attempt, seen: Reading) -> Refused:
+        return Refused(attempt, await timed_out(self.place, attempt, seen))
 
     def _may_take(self) -> bool:
         """Tell whether to ask for all keys together.

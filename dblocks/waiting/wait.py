@@ -62,24 +62,27 @@ async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:
     return await _Wait(attempt, place).get(seen)
 
 
-def timed_out(attempt: Attempt, seen: Reading) -> Reading:
+async def timed_out(place: InThread, attempt: Attempt, seen: Reading) -> Reading:
     """Tell observers that an attempt's time is over; return who has the key, if any."""
     if seen.remaining <= 0:
         # The row still describes a holder that has released.
         seen = Reading(permit=seen.permit)
     if (observer := signals.observer) is not None:
         observer.timed_out(attempt)
-    signals.send(
-        signals.lock_timed_out,
-        attempt.sender,
-        key=attempt.key,
-        permit=seen.permit,
-        backend=attempt.backend.alias,
-        waited=clock.monotonic() - attempt.started,
-        holder=seen.holder,
-        note=seen.note,
-        retry_after=max(0.0, seen.remaining),
-    )
+    if signals.lock_timed_out.receivers:
+        send = partial(
+            signals.send,
+            signals.lock_timed_out,
+            attempt.sender,
+            key=attempt.key,
+            permit=seen.permit,
+            backend=attempt.backend.alias,
+            waited=clock.monotonic() - attempt.started,
+            holder=seen.holder,
+            note=seen.note,
+            retry_after=max(0.0, seen.remaining),
+        )
+        await place.tell(send)
     return seen
 
 
@@ -119,7 +122,7 @@ class _Wait:
         """Wait until the key is taken, or the time is over."""
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
-            return timed_out(attempt, seen)
+            return await timed_out(self.place, attempt, seen)
         place = self.backend, self.key, attempt.permits
         try:
             queue = queues.join(*place, self.waiter)
@@ -220,7 +223,7 @@ class _Wait:
                 # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
-                return timed_out(attempt, seen)
+                return await timed_out(self.place, attempt, seen)
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
                 logger.debug(
