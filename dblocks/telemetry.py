@@ -82,14 +82,16 @@ def instrument(
     Raises:
         ImproperlyConfigured: The setting ``DBLOCKS_TELEMETRY_KEYS`` can't be used.
     """
-    global _latest
     telemetry_keys()
-    providers = meter_provider, tracer_provider
-    if _latest is None or _latest.providers != providers:
-        _latest = Telemetry(*providers)
-    signals.observer = _latest
-    signals.lock_force_released.connect(_latest.force_released, dispatch_uid=UID)
-    setting_changed.connect(_latest.forget, dispatch_uid=UID)
+    if meter_provider not in _made:
+        _made[meter_provider] = Telemetry(meter_provider)
+    telemetry = _made[meter_provider]
+    telemetry.trace_with(tracer_provider)
+    # Django keeps the first receiver of a name.
+    uninstrument()
+    signals.observer = telemetry
+    signals.lock_force_released.connect(telemetry.force_released, dispatch_uid=UID)
+    setting_changed.connect(telemetry.forget, dispatch_uid=UID)
 
 
 def uninstrument() -> None:
@@ -126,14 +128,12 @@ class _Thread(threading.local):
 
 
 class Telemetry:
-    """The instruments, and what is told to them; made once for its providers."""
+    """The instruments, and what is told to them.
 
-    def __init__(
-        self,
-        meter_provider: metrics.MeterProvider | None,
-        tracer_provider: trace.TracerProvider | None,
-    ) -> None:
-        self.providers = meter_provider, tracer_provider
+    Made once for each provider: the SDK ignores what observes the same again.
+    """
+
+    def __init__(self, meter_provider: metrics.MeterProvider | None) -> None:
         self._is_metered = False
         self._due: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._mutex = threading.RLock()
@@ -141,7 +141,6 @@ class Telemetry:
         self._thread = _Thread()
         self._known: dict[tuple[str | None, BaseBackend], _Attributes] = {}
         self._patterns: tuple[str, ...] | None = None
-        self._tracer = trace.get_tracer("dblocks", __version__, tracer_provider)
         meter = metrics.get_meter("dblocks", __version__, meter_provider)
         self._waits = meter.create_histogram(
             "dblocks.wait.duration",
@@ -171,6 +170,9 @@ class Telemetry:
         meter.create_observable_up_down_counter(
             "dblocks.held", [self._held], "{lock}", "Locks that this process holds."
         )
+
+    def trace_with(self, provider: trace.TracerProvider | None) -> None:
+        self._tracer = trace.get_tracer("dblocks", __version__, provider)
 
     def _has_meter(self) -> bool:
         """Tell whether there is a provider; it may be set at any time."""
@@ -350,4 +352,4 @@ class Telemetry:
         return bool(patterns) and any(fnmatchcase(key, one) for one in patterns)
 
 
-_latest: Telemetry | None = None
+_made: dict[metrics.MeterProvider | None, Telemetry] = {}

@@ -502,6 +502,31 @@ def test_other_providers_take_over(lock: Locks, seen: Seen) -> None:
     assert not seen.points("dblocks.acquired")
 
 
+@pytest.mark.engine("locmem")
+def test_providers_come_back(lock: Locks, seen: Seen) -> None:
+    """Switched on with providers that it had before, it goes on with them."""
+    second = Seen()
+    telemetry.instrument(meter_provider=second.meters)
+    telemetry.instrument(meter_provider=seen.meters, tracer_provider=second.tracers)
+    with lock():
+        assert seen.count("dblocks.held") == 1
+    assert seen.count("dblocks.acquired") == 1
+
+
+def test_forced_after_other_providers(
+    acquire: Leases, seen: Seen, backend: str, key: str
+) -> None:
+    """What others do to a lock, and settings, are for the new ones as well."""
+    second = Seen()
+    with override_settings(DBLOCKS_TELEMETRY_KEYS=[]):
+        telemetry.instrument(meter_provider=second.meters)
+        acquire()
+    with override_settings(DBLOCKS_TELEMETRY_KEYS=["*"]):
+        assert backends[backend].force_release(key)
+    assert second.labels("dblocks.force_released") == {key}
+    assert not seen.points("dblocks.force_released")
+
+
 class Broken(SpanProcessor):
     """An exporter that fails."""
 
