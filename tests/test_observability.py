@@ -212,6 +212,23 @@ def test_going_without(
     assert 0 <= float(line.rpartition("waited=")[2]) < 1.2 + SLACK
 
 
+ROW_FORMS = {name: go for name, go in GOING_WITHOUT.items() if name.startswith("row")}
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("go", ROW_FORMS.values(), ids=ROW_FORMS)
+def test_going_without_a_row(
+    key: str, other: OtherThread, caplog: pytest.LogCaptureFixture, go: Any
+) -> None:
+    """So does who goes without what a transaction has, which doesn't tell whose."""
+    caplog.set_level(logging.INFO, logger="dblocks")
+    with transaction_lock(key):
+        other.do(go, distributed_lock(key))
+    (line,) = [line for line in caplog.messages if "timed out" in line]
+    assert line.startswith(f"timed out key={key!r} holder= ")
+
+
 def test_trying_in_vain(
     lock: Locks, backend: str, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -231,7 +231,7 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         if rows is not None:
             return rows
         if wait.how.skip and _are_locked(connection, wait):
-            return None
+            return wait.refuse(None)
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
         unseen, may_pin = unseen + 1, True
