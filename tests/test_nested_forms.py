@@ -169,6 +169,7 @@ def test_lease_after_a_savepoint_was_kept(key: str) -> None:
 @pytest.mark.usefixtures("two_writers")
 def test_lease_after_a_savepoint_was_marked(key: str, other: OtherThread) -> None:
     """A savepoint that is marked for rollback goes back, too, when it is left."""
+    assert granted(key)
     with transaction.atomic():
         assert not Account.objects.filter(name="anybody").exists()
         with transaction.atomic():
