@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -342,9 +343,28 @@ def thorough(committed: None, settings: Any) -> Iterator[None]:
         del connections.settings[THOROUGH]
 
 
-@pytest.mark.parametrize("timeout", [0, 5])
+def want_row(key: str, timeout: float) -> None:
+    """Ask for the row, and do without it."""
+    lock = transaction_lock(key, backend=THOROUGH, timeout=timeout)
+    with suppress(LockTimeout), lock:
+        pass
+
+
+def want_lease(key: str) -> None:
+    """Ask the manager for the lease."""
+    DistributedLock.objects.using(THOROUGH).acquire(key, owner="me", lease=30)
+
+
+WANTED = {
+    "a row at once": partial(want_row, timeout=0),
+    "a row": partial(want_row, timeout=5),
+    "a lease": want_lease,
+}
+
+
+@pytest.mark.parametrize("want", WANTED.values(), ids=WANTED)
 def test_rollback_on_timeout(
-    thorough: None, key: str, other: OtherThread, timeout: float
+    thorough: None, key: str, other: OtherThread, want: Callable[[str], None]
 ) -> None:
     """A transaction that a wait has ended can't be committed without its beginning."""
     lock, began, over = transaction_lock(key, backend=THOROUGH), Event(), Event()
@@ -362,11 +382,7 @@ def test_rollback_on_timeout(
     @transaction.atomic(using=THOROUGH)
     def work() -> None:
         mine.create(name="mine")
-        with (
-            suppress(LockTimeout),
-            transaction_lock(key, backend=THOROUGH, timeout=timeout),
-        ):
-            pass
+        want(key)
         mine.create(name="also mine")
 
     with suppress(OperationalError, transaction.TransactionManagementError):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from django.db import DatabaseError
+from django.db import DatabaseError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ... import clock
@@ -59,10 +59,22 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
     try:
         version = new_version(connection, sql, values)
     except DatabaseError as error:
-        if not dialects.known(connection).means_taken(error):
+        if not _is_taken(connection, error):
             raise
         return None
     return None if version is None else Grant(key, request.owner, version)
+
+
+def _is_taken(connection: Connection, error: DatabaseError) -> bool:
+    """Tell whether a statement met a locked row, and that ended nothing else."""
+    dialect = dialects.known(connection)
+    if not dialect.means_taken(error):
+        return False
+    if connection.in_atomic_block and dialect.has_ended_transaction(connection, error):
+        # What the caller wrote before would be missing, and the rest committed.
+        transaction.set_rollback(True, using=connection.alias)
+        return False
+    return True
 
 
 def create(connection: Connection, request: Request, key: str) -> Grant | None:
@@ -85,12 +97,11 @@ class GapLocked(Exception):
 def _made(
     connection: Connection, insert: Callable[..., Any], sql: str, values: Values
 ) -> Any:
-    dialect = dialects.of(connection)
     try:
-        with dialect.making_rows(connection):
+        with dialects.of(connection).making_rows(connection):
             return inserted(connection, insert, sql, values)
     except DatabaseError as error:
-        if dialect.means_taken(error):
+        if _is_taken(connection, error):
             raise GapLocked(str(error)) from error
         raise
 
@@ -173,7 +184,7 @@ def _reentered(connection: Connection, grant: Grant, values: Values) -> bool:
     try:
         return write(connection, "reenter", grant, **values)
     except DatabaseError as error:
-        if dialects.known(connection).means_taken(error):
+        if _is_taken(connection, error):
             return False
         raise
 
