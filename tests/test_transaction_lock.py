@@ -133,16 +133,29 @@ def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
             assert "has to be rolled back" in str(refusal.__cause__)
 
 
-def test_leased_while_its_savepoint_waited(key: str, other: OtherThread) -> None:
-    """A savepoint doesn't take back that the transaction must let such a row go."""
+@pytest.mark.parametrize("fails", [False, True], ids=["known", "not known"])
+def test_leased_while_its_savepoint_waited(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A savepoint doesn't take back that the transaction must let such a row go.
+
+    Nor does it go on if it can't be known whether it has the row.
+    """
     if connection.vendor != "mysql":
         pytest.skip("this database unlocks the row, or locks none")
     distributed_lock(key).acquire().release()
 
+    def fail(*arguments: Any) -> bool:
+        raise OperationalError("Too many connections")
+
+    if fails:
+        monkeypatch.setattr(table, "is_locked", fail)
+
     def wait() -> bool:
         with transaction.atomic():
             AccountFactory(name="anybody")
-            with suppress(LockTimeout), transaction.atomic():
+            refused = OperationalError if fails else LockTimeout
+            with suppress(refused), transaction.atomic():
                 in_block(key, timeout=2 * DEADLINE)
             return connection.needs_rollback
 

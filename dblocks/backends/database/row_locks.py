@@ -34,7 +34,7 @@ LONGEST_PAUSE = 0.1
 """Seconds between looks at a key that has been leased for a long time."""
 
 LOOKS = (0.0, 0.002, 0.005, 0.01, 0.02)
-"""Seconds before each look at a row that others may have locked for an instant."""
+"""Seconds before each look whether a row stays locked."""
 
 WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
@@ -326,24 +326,25 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
     """Raise if a lease that was granted meanwhile can't be renewed.
 
     InnoDB keeps its row locked in this transaction if that had to wait for the row, and
-    with snapshots in any case.
+    with snapshots in any case. Others' single statements lock it for an instant only.
     """
-    if dialects.of(connection).keeps_row_locks and _stays_locked(connection, wait.key):
+    if not dialects.of(connection).keeps_row_locks:
+        return
+    try:
+        for pause in LOOKS:
+            time.sleep(pause)
+            if not run(connection, table.is_locked, wait.key):
+                return
+    except BaseException:
+        # Perhaps it does.
         transactions.doom(connection)
-        raise wait.timed_out(seen) from OperationalError(
-            f"The lock {wait.key!r} was leased while this transaction waited for its "
-            f"row, and the row stays locked until the transaction ends: it has to be "
-            f"rolled back. Run it again."
-        )
-
-
-def _stays_locked(connection: Connection, key: str) -> bool:
-    """Tell whether a row is locked for longer than by others' single statements."""
-    for pause in LOOKS:
-        time.sleep(pause)
-        if not run(connection, table.is_locked, key):
-            return False
-    return True
+        raise
+    transactions.doom(connection)
+    raise wait.timed_out(seen) from OperationalError(
+        f"The lock {wait.key!r} was leased while this transaction waited for its row, "
+        f"and the row stays locked until the transaction ends: it has to be rolled "
+        f"back. Run it again."
+    )
 
 
 # SQLite, which has no row locks
