@@ -83,15 +83,23 @@ def instrument(
         ImproperlyConfigured: The setting ``DBLOCKS_TELEMETRY_KEYS`` can't be used.
     """
     telemetry_keys()
-    if meter_provider not in _made:
-        _made[meter_provider] = Telemetry(meter_provider)
-    telemetry = _made[meter_provider]
+    telemetry = _telemetry_of(meter_provider)
     telemetry.trace_with(tracer_provider)
     # Django keeps the first receiver of a name.
     uninstrument()
     signals.observer = telemetry
     signals.lock_force_released.connect(telemetry.force_released, dispatch_uid=UID)
     setting_changed.connect(telemetry.forget, dispatch_uid=UID)
+
+
+def _telemetry_of(provider: metrics.MeterProvider | None) -> Telemetry:
+    """Return what reports to a provider, also if that has become the global one."""
+    shared = metrics.get_meter_provider()
+    names = [shared, None] if provider in (None, shared) else [provider]
+    for name in names:
+        if name in _made:
+            return _made[name]
+    return _made.setdefault(names[-1], Telemetry(provider))
 
 
 def uninstrument() -> None:

@@ -18,6 +18,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connection
 from django.test import override_settings
+from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -511,6 +512,24 @@ def test_providers_come_back(lock: Locks, seen: Seen) -> None:
     with lock():
         assert seen.count("dblocks.held") == 1
     assert seen.count("dblocks.acquired") == 1
+
+
+@pytest.mark.engine("locmem")
+@pytest.mark.parametrize("given", [True, False])
+def test_global_provider_by_either_name(
+    lock: Locks, seen: Seen, monkeypatch: pytest.MonkeyPatch, *, given: bool
+) -> None:
+    """The provider that is given, and then the global one, or the reverse, is one."""
+    second = Seen()
+    names = [second.meters, None] if given else [None, second.meters]
+    monkeypatch.setattr(telemetry, "_made", {})
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: second.meters)
+    monkeypatch.setattr(metrics._internal, "get_meter_provider", lambda: second.meters)
+    for name in names:
+        telemetry.instrument(meter_provider=name)
+        with lock():
+            assert second.count("dblocks.held") == 1
+    assert second.count("dblocks.acquired") == 2
 
 
 def test_forced_after_other_providers(
