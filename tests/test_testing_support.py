@@ -16,6 +16,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.core.management import CommandError, call_command
 from django.db import IntegrityError, NotSupportedError, connection, transaction
+from django.db.transaction import TransactionManagementError
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.test.utils import CaptureQueriesContext
 
@@ -552,6 +553,19 @@ class InsideTestCase(TestCase):
                 move_clock(20)
                 eventually(lambda: lease.remaining() > 20, what="the renewal")
             assert self.held("inside")
+
+    def test_renewal_in_a_broken_transaction(self) -> None:
+        """One that couldn't be made is still owed."""
+        lease = scaled(3)
+        with hold_elsewhere("inside", lease=lease) as theirs:
+            taken = time.monotonic()
+            time.sleep(0.93 * lease)
+            with transaction.atomic(), pytest.raises(TransactionManagementError):
+                transaction.set_rollback(True)
+                distributed_lock("something else").locked()
+            time.sleep(max(0.0, taken + 1.03 * lease - time.monotonic()))
+            assert DistributedLock.objects.acquire("inside", owner="x", lease=30) is None
+            assert theirs.held
 
     def test_renewal_in_replaced_settings(self) -> None:
         """So it does if the test has replaced the setting meanwhile."""

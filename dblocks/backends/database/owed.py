@@ -43,16 +43,17 @@ def catch_up(connection: Connection) -> None:
     if not (_owed and connection.in_atomic_block):
         return
     blocks = connection.atomic_blocks
-    due = [
-        place
-        for place, it in list(_owed.items())
-        if place[0] is connection and it.block not in blocks
-    ]
-    owed = [it for place in due if (it := _owed.pop(place)).is_live()]
-    outcome = table.renew(connection, [it.renewal for it in owed], overdue=True)
-    for it in owed:
-        place = connection, it.renewal.grant
-        _owed.setdefault(place, it._replace(block=blocks[-1]))
+    due: dict[tuple[object, Grant], _Owed] = {}
+    for place, it in list(_owed.items()):
+        if place[0] is connection and it.block not in blocks:
+            if it.is_live():
+                due[place] = it
+            else:
+                _owed.pop(place, None)
+    outcome = table.renew(connection, [x.renewal for x in due.values()], overdue=True)
+    for place, it in due.items():
+        if _owed.get(place) is it:
+            _owed[place] = it._replace(block=blocks[-1])
         it.answer(outcome)
 
 
