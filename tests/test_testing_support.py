@@ -567,6 +567,26 @@ class InsideTestCase(TestCase):
             assert DistributedLock.objects.acquire("inside", owner="x", lease=30) is None
             assert theirs.held
 
+    def test_renewal_in_a_decorated_function(self) -> None:
+        """What one call has undone, the next makes again, though its block is one."""
+        lease = scaled(3)
+
+        @transaction.atomic
+        def take(error: type[Exception] | None) -> object:
+            row = DistributedLock.objects.acquire("inside", owner="x", lease=30)
+            if error is not None:
+                raise error
+            return row
+
+        with hold_elsewhere("inside", lease=lease) as theirs:
+            taken = time.monotonic()
+            time.sleep(0.93 * lease)
+            with pytest.raises(KeyError):
+                take(KeyError)
+            time.sleep(max(0.0, taken + 1.03 * lease - time.monotonic()))
+            assert take(None) is None
+            assert theirs.held
+
     def test_renewal_in_replaced_settings(self) -> None:
         """So it does if the test has replaced the setting meanwhile."""
         with distributed_lock("inside", lease=scaled(1)) as lease:

@@ -18,7 +18,7 @@ class _Owed(NamedTuple):
     renewal: Renewal
     answer: Callable[[Renewed], object]
     is_live: Callable[[], bool]
-    #: The block that it was made in, which may be rolled back.
+    #: The block, or the savepoint, that it was made in, which may be rolled back.
     block: object = None
 
 
@@ -42,7 +42,8 @@ def catch_up(connection: Connection) -> None:
     """
     if not (_owed and connection.in_atomic_block):
         return
-    blocks = connection.atomic_blocks
+    # Not the blocks: one that decorates a function is the same at each call.
+    blocks = [connection.atomic_blocks[0], *filter(None, connection.savepoint_ids)]
     due: dict[tuple[object, Grant], _Owed] = {}
     for place, it in list(_owed.items()):
         if place[0] is connection and it.block not in blocks:
