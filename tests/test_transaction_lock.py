@@ -207,6 +207,42 @@ def test_leased_before_it_asked(
     waiting.result(timeout=DEADLINE)
 
 
+def test_guarded_before_it_looked_again(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it take the holder's guard for a lock of its own, which it has not."""
+    isolation = connection.settings_dict["OPTIONS"].get("isolation_level")
+    if connection.vendor == "sqlite" or isolation in {"repeatable read", 3}:
+        pytest.skip("this database has no row locks, or the snapshot keeps them")
+    distributed_lock(key).acquire().release()
+    original, asks, leased = row_locks._select, Event(), Event()
+    asked, guarded = Event(), Event()
+
+    def select(*arguments: Any) -> Any:
+        asks.set()
+        assert leased.wait(DEADLINE)
+        rows = original(*arguments)
+        asked.set()
+        assert guarded.wait(DEADLINE)
+        return rows
+
+    def wait() -> None:
+        with transaction.atomic():
+            assert in_block(key, timeout=DEADLINE).key == key
+
+    monkeypatch.setattr(row_locks, "_select", select)
+    waiting = other.start(wait)
+    assert asks.wait(DEADLINE)
+    with distributed_lock(key) as lease:
+        leased.set()
+        assert asked.wait(DEADLINE)
+        with transaction.atomic():
+            lease.guard()
+            guarded.set()
+            always(lambda: not waiting.done(), during=0.3, what="the wait")
+    waiting.result(timeout=DEADLINE)
+
+
 @pytest.mark.usefixtures("two_writers")
 def test_timeout_of_several_keys(key: str, threads: Threads) -> None:
     """It bounds the wait for all of them, however many transactions have them."""

@@ -328,13 +328,19 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
     InnoDB keeps its row locked in this transaction if that had to wait for the row, and
     with snapshots in any case. Others' single statements lock it for an instant only.
     """
-    if not dialects.of(connection).keeps_row_locks:
+    dialect = dialects.of(connection)
+    if not dialect.keeps_row_locks:
         return
     try:
         for pause in LOOKS:
             time.sleep(pause)
             if not run(connection, table.is_locked, wait.key):
                 return
+        if dialect.session_isolation(connection) in WITHOUT_SNAPSHOT and (
+            table.is_locked(connection, wait.key)
+        ):
+            # Another one has it, such as the holder's guard.
+            return
     except BaseException:
         # Perhaps it does.
         transactions.doom(connection)
