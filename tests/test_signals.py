@@ -15,6 +15,7 @@ from django.dispatch import Signal
 from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals
 from dblocks.conf import backends
 from dblocks.test import hold_elsewhere
+from dblocks.waiting.queue import queues
 from tests.support.fixtures import OtherThread
 from tests.support.timing import SLACK, eventually
 
@@ -162,3 +163,19 @@ def test_async_code_is_told_in_a_thread(
         signals.lock_timed_out.disconnect(ahear)
     assert loops == [None, None]
     assert heard == [key, key]
+
+
+def test_told_out_of_the_queue(backend: str, lock: Locks, key: str) -> None:
+    """Whoever waits next doesn't wait for the receivers of a wait that ran out."""
+    queued: list[bool] = []
+
+    def receive(key: str, **facts: object) -> None:
+        queued.append(any(key in place for place in queues._queues))
+
+    signals.lock_timed_out.connect(receive)
+    try:
+        with hold_elsewhere(key, backend=backend), pytest.raises(LockTimeout):
+            lock().acquire(timeout=0.05)
+    finally:
+        signals.lock_timed_out.disconnect(receive)
+    assert queued == [False]

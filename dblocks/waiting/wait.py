@@ -123,7 +123,15 @@ class _Wait:
         attempt = self.attempt
         if attempt.timeout == 0 and seen is not None and seen.remaining > 0:
             return await timed_out(self.place, attempt, seen)
-        place = self.backend, self.key, attempt.permits
+        found = await self._queue(seen)
+        if isinstance(found, Hold):
+            return found
+        # Out of the queue: nobody waits behind those who are told.
+        return await timed_out(self.place, attempt, found)
+
+    async def _queue(self, seen: Reading | None) -> Hold | Reading:
+        """Do so among those who wait in this process."""
+        place = self.backend, self.key, self.attempt.permits
         try:
             queue = queues.join(*place, self.waiter)
             return await self._stand(queue, seen)
@@ -223,7 +231,7 @@ class _Wait:
                 # Free, but it can't be taken, perhaps only for an instant.
                 until = max(until, attempt.started + PINNED_GRACE)
             if now >= until:
-                return await timed_out(self.place, attempt, seen)
+                return seen
             if not told and now - attempt.started > LONG_WAIT:
                 told = True
                 logger.debug(
