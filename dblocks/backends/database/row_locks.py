@@ -294,9 +294,7 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         overdue = limit is not None and not wait.left and dialect.is_cut_off(error)
         if not (overdue or dialect.is_wait_over(error)):
             raise
-        if not fresh and dialect.has_ended_transaction(connection, error):
-            # What the caller wrote before would be missing, and the rest committed.
-            transaction.set_rollback(True, using=connection.alias)
+        if not fresh and transactions.was_ended(connection, error):
             raise
         raise WaitOver from error
 

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ... import clock
 from ...permits import apart
 from ..values import FOREVER, Grant, Granted, Reading, Renewal, Renewed, Request
-from . import batches, dialects, statements
+from . import batches, dialects, statements, transactions
 from .execution import Values, changes, execute, fetch, inserted, new_version, write
 from .fields import as_utc
 
@@ -67,14 +67,8 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
 
 def _is_taken(connection: Connection, error: DatabaseError) -> bool:
     """Tell whether a statement met a locked row, and that ended nothing else."""
-    dialect = dialects.known(connection)
-    if not dialect.means_taken(error):
-        return False
-    if connection.in_atomic_block and dialect.has_ended_transaction(connection, error):
-        # What the caller wrote before would be missing, and the rest committed.
-        transaction.set_rollback(True, using=connection.alias)
-        return False
-    return True
+    is_taken = dialects.known(connection).means_taken(error)
+    return is_taken and not transactions.was_ended(connection, error)
 
 
 def create(connection: Connection, request: Request, key: str) -> Grant | None:

@@ -217,6 +217,18 @@ def doom(connection: Connection) -> None:
     transaction.set_rollback(True, using=connection.alias)
 
 
+def was_ended(connection: Connection, error: DatabaseError) -> bool:
+    """Tell whether an error has ended the caller's transaction, and let none commit."""
+    dialect = dialects.known(connection)
+    ended = connection.in_atomic_block and dialect.has_ended_transaction(
+        connection, error
+    )
+    if ended:
+        # What the caller wrote before would be missing, and the rest committed.
+        transaction.set_rollback(True, using=connection.alias)
+    return ended
+
+
 def note_row_lock(alias: str, key: str) -> None:
     """Remember that the open transaction has locked a key's row."""
     depth = len(connections[alias].atomic_blocks)
