@@ -78,14 +78,10 @@ def separate_connection(alias: str, **limits: int) -> Connection:
 
 
 def close(connection: Connection) -> None:
-    """Close a connection, as a rule of dblocks' own."""
-    is_own = connection in _open
+    """Close a connection of dblocks' own, or one that would harm a forked child's."""
     _open.discard(connection)
     try:
-        if is_own:
-            dialects.known(connection).close(connection)
-        else:
-            connection.close()
+        dialects.known(connection).close(connection)
     except Error:
         logger.debug("closing failed database=%s", connection.alias, exc_info=True)
 
@@ -239,7 +235,7 @@ def _discard(kept: dict[str, Connection], alias: str) -> None:
     if (connection := kept.pop(alias, None)) is not None:
         try:
             if not connection.autocommit:
-                # Django doesn't close what is in memory.
+                # The server may notice later that the connection was closed.
                 with suppress(Error):
                     connection.rollback()
         finally:

@@ -213,7 +213,7 @@ class Dialect:
         return False
 
     def close(self, connection: Connection) -> None:
-        """Close a connection of dblocks' own."""
+        """Close a connection for good."""
         connection.close()
 
     def harms_after_fork(self, connection: Connection) -> bool:

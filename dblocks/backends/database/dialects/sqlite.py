@@ -9,7 +9,6 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 from django.db import OperationalError
-from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...messages import warning
@@ -142,7 +141,7 @@ class SQLite(Dialect):
         # Django leaves open what is in memory, because that would be gone with its only
         # connection.
         if connection.connection is not None:
-            BaseDatabaseWrapper.close(connection)
+            Connection.close(connection)
 
     def harms_after_fork(self, connection: Any) -> bool:
         # SQLite takes the parent's lock on the file for the child's, so that others may
