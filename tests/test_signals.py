@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -28,6 +28,18 @@ NAMES = [
     "lock_timed_out",
     "lock_force_released",
 ]
+
+
+@contextmanager
+def listening(signal: Signal, *receivers: Callable[..., Any]) -> Iterator[None]:
+    """Connect receivers for the time of the block."""
+    for receiver in receivers:
+        signal.connect(receiver)
+    try:
+        yield
+    finally:
+        for receiver in receivers:
+            signal.disconnect(receiver)
 
 
 class Heard:
@@ -54,12 +66,10 @@ class Heard:
 def heard() -> Iterator[Heard]:
     """Listen to all signals for the time of the test."""
     heard = Heard()
-    with ExitStack() as listening:
+    with ExitStack() as all_signals:
         for name in NAMES:
             signal: Signal = getattr(signals, name)
-            listener = heard.listener(name)
-            signal.connect(listener)
-            listening.callback(signal.disconnect, listener)
+            all_signals.enter_context(listening(signal, heard.listener(name)))
         yield heard
 
 
@@ -123,12 +133,8 @@ def test_receiver_that_raises(lock: Locks, key: str) -> None:
     def broken(**said: Any) -> None:
         raise RuntimeError("a broken receiver")
 
-    signals.lock_acquired.connect(broken)
-    try:
-        with lock() as lease:
-            assert lease.held
-    finally:
-        signals.lock_acquired.disconnect(broken)
+    with listening(signals.lock_acquired, broken), lock() as lease:
+        assert lease.held
 
 
 @pytest.mark.parametrize("keys", [1, 2])
@@ -153,14 +159,11 @@ def test_async_code_is_told_in_a_thread(
         with pytest.raises(LockTimeout):
             await mine.aacquire(timeout=0.1)
 
-    signals.lock_timed_out.connect(hear)
-    signals.lock_timed_out.connect(ahear)
-    try:
-        with hold_elsewhere(key, backend=backend):
-            async_to_sync(try_both)()
-    finally:
-        signals.lock_timed_out.disconnect(hear)
-        signals.lock_timed_out.disconnect(ahear)
+    with (
+        listening(signals.lock_timed_out, hear, ahear),
+        hold_elsewhere(key, backend=backend),
+    ):
+        async_to_sync(try_both)()
     assert loops == [None, None]
     assert heard == [key, key]
 
@@ -172,10 +175,10 @@ def test_told_out_of_the_queue(backend: str, lock: Locks, key: str) -> None:
     def receive(key: str, **facts: object) -> None:
         queued.append(any(key in place for place in queues._queues))
 
-    signals.lock_timed_out.connect(receive)
-    try:
-        with hold_elsewhere(key, backend=backend), pytest.raises(LockTimeout):
-            lock().acquire(timeout=0.05)
-    finally:
-        signals.lock_timed_out.disconnect(receive)
+    with (
+        listening(signals.lock_timed_out, receive),
+        hold_elsewhere(key, backend=backend),
+        pytest.raises(LockTimeout),
+    ):
+        lock().acquire(timeout=0.05)
     assert queued == [False]
