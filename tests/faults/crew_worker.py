@@ -580,15 +580,18 @@ def wait_in_threads(
         thread.join()
 
 
-def cycle(key: str, start: float, until: float, pause: float) -> None:
-    """Take and give back a key that nobody else wants, and tell how long that took."""
+def cycle(key: str, start: float, length: float, pause: float) -> None:
+    """Take and give back a key that nobody else wants, and tell how long that took.
+
+    From ``start``, or when it gets there, for ``length`` seconds.
+    """
     from dblocks import distributed_lock
 
     lock = distributed_lock(key, timeout=0)
     with lock:
         pass
     wait_until(start)
-    took = []
+    took, until = list[int](), time.monotonic() + length
     while time.monotonic() < until:
         began = time.monotonic()
         with lock:

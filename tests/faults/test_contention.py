@@ -448,7 +448,7 @@ def test_other_keys_are_not_slowed(crew: Crew, key: str, figures: Figures) -> No
                 }
                 crowd = crew.fork_all("wait_in_threads", [row] * processes)
             quick_one = crew.fork(
-                "cycle", key=f"{key}:b", start=start, until=start + length, pause=0.004
+                "cycle", key=f"{key}:b", start=start, length=length, pause=0.004
             )
             crew.finish([quick_one], within=3 * DEADLINE)
             for member in crowd:
