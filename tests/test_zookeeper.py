@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ from kazoo.security import make_acl, make_digest_acl
 
 from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.values import Request
-from dblocks.backends.zookeeper import nodes, sessions
+from dblocks.backends.zookeeper import asking, nodes, sessions
 from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
 from dblocks.permits import row_key, row_keys
@@ -599,6 +599,33 @@ def test_no_herd(
     holders[0].release()
     for future in waiting:
         assert future.result(DEADLINE).release()
+
+
+def test_more_permits_than_are_looked_at_in_one_go(
+    acquire: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A free one is found wherever it is; if there is none, all have been seen."""
+    monkeypatch.setattr(asking, "AT_ONCE", 2)
+    looked: list[int] = []
+    children = session().children
+
+    def look(folders: Sequence[str], *more: Any) -> Any:
+        looked.append(len(folders))
+        return children(folders, *more)
+
+    monkeypatch.setattr(session(), "children", look)
+    held = {}
+    for number in range(5):
+        lease = acquire(timeout=0, permits=5, owner=f"o{number}")
+        held[lease.permit] = lease
+    assert sorted(held) == [0, 1, 2, 3, 4]
+    looked.clear()
+    with pytest.raises(LockTimeout, match="all permits are taken"):
+        acquire(timeout=0, permits=5, owner="late")
+    # Two at a time, and the queue.
+    assert looked == [3, 3, 2]
+    assert held[3].release()
+    assert acquire(timeout=0, permits=5, owner="late").permit == 3
 
 
 def test_waiter_for_fewer_permits(

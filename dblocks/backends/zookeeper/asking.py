@@ -13,6 +13,9 @@ from . import nodes
 from .places import Place
 from .sessions import Held, Session
 
+AT_ONCE = 100
+"""How many permits are looked at in one go: mostly one of the first is free."""
+
 
 def written(request: Request) -> bytes:
     """Return the content of a place."""
@@ -211,20 +214,37 @@ class Asking:
         self, session: Session, give_up: float
     ) -> Granted | Reading | None:
         """Take the key, or a permit, if it is free; ``None`` if that has changed."""
-        request, rows = self._request, self._rows
-        asked = [session.folder(row) for row in rows]
-        if request.permits > 1:
-            asked.append(session.folder(nodes.queue_key(request.key, request.permits)))
+        rows, first = self._rows, self._request.permit
+        seen: list[list[str] | None] = [None] * len(rows)
+        in_turn = [*range(first, len(rows)), *range(first)]
+        for start in range(0, len(rows), AT_ONCE):
+            numbers = in_turn[start : start + AT_ONCE]
+            claimed = self._look(session, numbers, seen, give_up)
+            free = [n for n in numbers if not seen[n] and n >= claimed]
+            if free:
+                number = free[0]
+                taken = self._take(session, [rows[number]], [seen[number]], give_up)
+                return None if taken is None else taken[0]
+        return self._reading(session, seen, give_up)
+
+    def _look(
+        self,
+        session: Session,
+        numbers: Sequence[int],
+        seen: list[list[str] | None],
+        give_up: float,
+    ) -> int:
+        """Note the places at some rows; return how many permits others wait for."""
+        key, permits = self._request.key, self._request.permits
+        asked = [session.folder(self._rows[number]) for number in numbers]
+        if permits > 1:
+            asked.append(session.folder(nodes.queue_key(key, permits)))
         found = session.children(asked, give_up)
-        seen, queue = found[: len(rows)], found[len(rows) :]
+        queue = found.pop() if permits > 1 else None
+        for number, places in zip(numbers, found, strict=True):
+            seen[number] = places
         place = self._place.name if self._place else ""
-        claimed = nodes.claimed(nodes.before(place, (queue and queue[0]) or ()))
-        free = [n for n, each in enumerate(seen) if not each and n >= claimed]
-        if not free:
-            return self._reading(session, seen, give_up)
-        number = request.permit if request.permit in free else free[0]
-        taken = self._take(session, [rows[number]], [seen[number]], give_up)
-        return None if taken is None else taken[0]
+        return nodes.claimed(nodes.before(place, queue or ()))
 
     def seen(self, session: Session, give_up: float) -> Reading:
         """Return who has the key; with permits, the one that will be free first."""
