@@ -342,7 +342,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row lock leaves an overdue grant",
-        "backends/database/row_locks.py",
+        "backends/database/row_waits.py",
         "    several_rows.undo(connection, grants)\n",
         "    pass\n",
         ("tests/test_transaction_lock.py::test_overdue_holder_afterwards[in_block]",),

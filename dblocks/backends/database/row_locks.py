@@ -7,41 +7,28 @@ has no lease, and whoever wants a lease finds the row locked.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
-from functools import partial
 from typing import Any
 
-from django.apps import apps
 from django.db import OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
 from ... import clock
-from ...exceptions import LockTimeout
-from ...signals import log_timeout
 from ...validation import RowWait
-from ..values import FOREVER, Grant, Reading
-from . import dialects, owed, several_rows, table, transactions
-from .connections import PATIENCE, reading_beside, run
-from .dialects.sqlite import BusyTimeout
+from ..values import Reading
+from . import dialects, owed, table, transactions, write_lock
+from .connections import PATIENCE, run
 from .expressions import UtcNow
-
-LONGEST_PAUSE = 0.1
-"""Seconds between looks at a key that has been leased for a long time."""
+from .row_waits import Wait, WaitOver, end_overdue, rows_of
 
 LOOKS = (0.0, 0.002, 0.005, 0.01, 0.02)
 """Seconds before each look whether a row stays locked."""
 
 WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
-
-
-class WaitOver(Exception):
-    """The wait for the row's lock ran out."""
 
 
 class StaleSnapshot(OperationalError):
@@ -60,56 +47,6 @@ def hides_rows(connection: Connection) -> bool:
     )
 
 
-class _Wait:
-    """One caller's wait for the rows of some keys.
-
-    Attributes:
-        keys: In the order in which all callers lock them.
-        key: The one that is taken, as far as known.
-    """
-
-    def __init__(self, keys: Sequence[str], how: RowWait) -> None:
-        self.keys = keys
-        self.key = keys[0]
-        self.how = how
-        self.started = clock.monotonic()
-        self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
-
-    def of(self, key: str) -> _Wait:
-        """Return the same wait for one of the keys."""
-        one = copy(self)
-        one.keys, one.key = [key], key
-        return one
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self.give_up - clock.monotonic())
-
-    def taken(self, seen: Mapping[str, Reading]) -> Reading:
-        """Return the reading of the key that stays taken for longest, and note it."""
-        free = Reading()
-        self.key = max(self.keys, key=lambda key: seen.get(key, free).remaining)
-        return seen.get(self.key, free)
-
-    def pause(self, longest: float) -> None:
-        """Sleep between two looks at a lease: longer, the longer it has lasted."""
-        mean = min(max(0.005, (clock.monotonic() - self.started) / 10), LONGEST_PAUSE)
-        pause = random.uniform(0.5, 1.5) * mean
-        time.sleep(min(pause, self.left, max(longest, 0.001)))
-
-    def refuse(self, seen: Reading | None) -> None:
-        """Raise ``LockTimeout``, unless a taken key is to be skipped."""
-        error = self.timed_out(seen)
-        if not self.how.skip:
-            raise error
-
-    def timed_out(self, seen: Reading | None) -> LockTimeout:
-        leased = seen if seen is not None and seen.remaining > 0 else Reading()
-        error = leased.as_timeout(self.key, self.how.backend, self.how.timeout)
-        log_timeout(error, clock.monotonic() - self.started)
-        return error
-
-
 def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
     """Lock the rows of some keys in the current transaction.
 
@@ -122,13 +59,13 @@ def lock_rows(using: str, keys: Sequence[str], how: RowWait) -> Any:
             f"it inside transaction.atomic(using={using!r})."
         )
     owed.catch_up(connection)
-    wait = _Wait(keys, how)
+    wait = Wait(keys, how)
     if len(keys) > 1 and dialects.of(connection).keeps_row_locks:
         return _one_by_one(connection, wait)
     return _locked(connection, wait, fresh=False)
 
 
-def _one_by_one(connection: Connection, wait: _Wait) -> Any:
+def _one_by_one(connection: Connection, wait: Wait) -> Any:
     """Lock rows one by one, in order, where a locked row stays locked until the end.
 
     If one statement locked only some of them, a holder whose lease this caller waits
@@ -143,10 +80,10 @@ def _one_by_one(connection: Connection, wait: _Wait) -> Any:
     return rows
 
 
-def _locked(connection: Connection, wait: _Wait, *, fresh: bool) -> Any:
+def _locked(connection: Connection, wait: Wait, *, fresh: bool) -> Any:
     """Lock the rows, and remember it; ``fresh``: the transaction began for this."""
     if not dialects.of(connection).has_row_locks:
-        return _lock_sqlite(connection, wait)
+        return write_lock.lock(connection, wait)
     rows = _lock(connection, wait, fresh)
     for key in rows or ():
         transactions.note_row_lock(connection.alias, key)
@@ -158,15 +95,12 @@ def own_transaction(
     connection: Connection, keys: Sequence[str], how: RowWait
 ) -> Iterator[Any]:
     """A transaction that begins with the rows of some keys locked."""
-    begin = _begin if dialects.of(connection).has_row_locks else _begin_sqlite
+    begin = _begin if dialects.of(connection).has_row_locks else write_lock.begin
     with ExitStack() as block:
-        yield begin(connection, _Wait(keys, how), block)
+        yield begin(connection, Wait(keys, how), block)
 
 
-# Databases with row locks
-
-
-def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
+def _begin(connection: Connection, wait: Wait, block: ExitStack) -> Any:
     patience = max(wait.give_up, wait.started + PATIENCE)
     while True:
         with ExitStack() as attempt:
@@ -191,7 +125,7 @@ def _begin(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
     return None
 
 
-def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
+def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
     """Lock the rows once none of them has a lease.
 
     It looks on another connection: a leased row must never stay locked, or its holder
@@ -242,23 +176,19 @@ def _lock(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         wait.pause(0.001)
 
 
-def _are_locked(connection: Connection, wait: _Wait) -> bool:
+def _are_locked(connection: Connection, wait: Wait) -> bool:
     """Tell why no row was had: others have locked one, not that it can't be seen."""
     if not dialects.of(connection).snapshots_hide_rows:
         return True
     return bool(_free_rows(connection, wait).count() == len(wait.keys))
 
 
-def _rows(connection: Connection) -> Any:
-    return apps.get_model("dblocks", "DistributedLock").objects.using(connection.alias)
-
-
-def _free_rows(connection: Connection, wait: _Wait, *more: str) -> Any:
+def _free_rows(connection: Connection, wait: Wait, *more: str) -> Any:
     keys = [*wait.keys, *more]
-    return _rows(connection).filter(key__in=keys, expires_at__lte=UtcNow())
+    return rows_of(connection).filter(key__in=keys, expires_at__lte=UtcNow())
 
 
-def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
+def _select(connection: Connection, wait: Wait, fresh: bool) -> Any:
     """Lock the rows if none has a lease; ``None`` if one has, or can't be seen.
 
     It writes the rows on PostgreSQL, which then refuses them to the next transaction if
@@ -286,7 +216,7 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
                 raise Incomplete
             if dialect.certifies or dialect.snapshots_hide_rows:
                 table.touch(connection, list(rows))
-            _end_overdue(connection, rows)
+            end_overdue(connection, rows)
             return rows
     except Incomplete:
         return None
@@ -299,13 +229,7 @@ def _select(connection: Connection, wait: _Wait, fresh: bool) -> Any:
         raise WaitOver from error
 
 
-def _end_overdue(connection: Connection, rows: Mapping[str, Any]) -> None:
-    """End what overdue holders have: a guard of theirs would still let them commit."""
-    grants = [Grant(r.key, r.owner, r.version) for r in rows.values() if r.owner]
-    several_rows.undo(connection, grants)
-
-
-def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -> None:
+def _refuse_stale_snapshot(connection: Connection, wait: Wait, seen: Reading) -> None:
     """Raise if the row will never be seen free in this transaction."""
     dialect = dialects.of(connection)
     isolation = dialect.session_isolation(connection)
@@ -320,7 +244,7 @@ def _refuse_stale_snapshot(connection: Connection, wait: _Wait, seen: Reading) -
     _refuse_pinned_lease(connection, wait, seen)
 
 
-def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> None:
+def _refuse_pinned_lease(connection: Connection, wait: Wait, seen: Reading) -> None:
     """Raise if a lease that was granted meanwhile can't be renewed.
 
     InnoDB keeps its row locked in this transaction if that had to wait for the row, and
@@ -349,99 +273,3 @@ def _refuse_pinned_lease(connection: Connection, wait: _Wait, seen: Reading) -> 
         f"and the row stays locked until the transaction ends: it has to be rolled "
         f"back. Run it again."
     )
-
-
-# SQLite, which has no row locks
-
-
-def _begin_sqlite(connection: Connection, wait: _Wait, block: ExitStack) -> Any:
-    """Begin a transaction that has the write lock and finds the key free.
-
-    Waits for a lease before the transaction begins: inside, the wait would keep the
-    holder from releasing.
-    """
-    while True:
-        try:
-            seen = _look(connection, wait, writes=True)
-        except WaitOver:
-            return wait.refuse(None)
-        left = wait.left
-        if seen.remaining <= 0:
-            with ExitStack() as attempt:
-                try:
-                    with _bounded(connection, left):
-                        attempt.enter_context(transaction.atomic(connection.alias))
-                        seen = _take_write_lock(connection, wait)
-                except WaitOver:
-                    return wait.refuse(seen)
-                if seen.remaining <= 0:
-                    block.enter_context(attempt.pop_all())
-                    return _sqlite_rows(connection, wait)
-        if left == 0:
-            return wait.refuse(seen)
-        wait.pause(LONGEST_PAUSE)
-
-
-def _lock_sqlite(connection: Connection, wait: _Wait) -> Any:
-    """Take the database's only write lock, in the transaction that is open."""
-    with reading_beside(connection) as beside:
-        while True:
-            try:
-                seen = _look(beside, wait, writes=False)
-            except WaitOver:
-                return wait.refuse(None)
-            if seen.remaining <= 0:
-                break
-            if not wait.left:
-                return wait.refuse(seen)
-            wait.pause(seen.remaining)
-    try:
-        with _bounded(connection, wait.left):
-            seen = _take_write_lock(connection, wait)
-    except WaitOver:
-        return wait.refuse(None)
-    return wait.refuse(seen) if seen.remaining > 0 else _sqlite_rows(connection, wait)
-
-
-def _look(connection: Connection, wait: _Wait, *, writes: bool) -> Reading:
-    """Read the keys; raise ``WaitOver`` if readers are kept out for all that time."""
-    dialect = dialects.of(connection)
-    patience = max(wait.left, dialect.patience)
-    look = partial(run, connection, table.read_all, patience=patience, writes=writes)
-    try:
-        return wait.taken(look(wait.keys))
-    except OperationalError as error:
-        if not dialect.is_busy(error):
-            raise
-        raise WaitOver from error
-
-
-def _take_write_lock(connection: Connection, wait: _Wait) -> Reading:
-    # Before anything is read: after a read SQLite doesn't wait for other writers.
-    table.touch(connection, wait.keys[:1])
-    return wait.taken(table.ensure_rows(connection, wait.keys))
-
-
-def _sqlite_rows(connection: Connection, wait: _Wait) -> Any:
-    for key in wait.keys:
-        transactions.note_row_lock(connection.alias, key)
-    found = _rows(connection).filter(key__in=wait.keys).order_by("key")
-    rows = {row.key: row for row in found}
-    _end_overdue(connection, rows)
-    return rows
-
-
-@contextmanager
-def _bounded(connection: Connection, limit: float) -> Iterator[None]:
-    """Bound how long SQLite waits for its write lock; then raise ``WaitOver``."""
-    started = clock.monotonic()
-    dialect = dialects.of(connection)
-    try:
-        with BusyTimeout(connection, limit):
-            yield
-    except OperationalError as error:
-        waited = clock.monotonic() - started >= 0.9 * limit
-        snapshot = dialect.is_stale_snapshot(error)
-        if snapshot or not waited or not dialect.is_transient(error):
-            raise
-        raise WaitOver from error
