@@ -318,6 +318,8 @@ def divided(
 
 def main() -> int:
     options, arguments = parse()
+    if options.thorough:
+        os.environ.setdefault("DBLOCKS_TEST_STOPS", "100")
     selected = [CONFIGURATIONS[name] for name in options.databases or CONFIGURATIONS]
     if not options.databases:
         if not (options.thorough or options.coverage):

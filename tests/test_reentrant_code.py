@@ -88,7 +88,7 @@ def test_collected_at_any_line(run: Run, subject: str) -> None:
 
 def test_alarms(run: Run) -> None:
     """Hundreds of real alarms, in the middle of locks' statements too, do no harm."""
-    run("alarmed", rounds=600)
+    run("alarmed", rounds=300)
 
 
 @pytest.mark.needs("has_table")
@@ -96,7 +96,7 @@ def test_alarms_at_a_taken_key(run: Run) -> None:
     """A taken key is never granted, whatever else a handler sends meanwhile."""
     if connection.vendor == "postgresql":
         pytest.skip("what a handler sends there in a statement's middle, hangs")
-    run("alarmed_at_taken_key", rounds=600)
+    run("alarmed_at_taken_key", rounds=300)
 
 
 def test_alarm_that_comes_as_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,11 @@ class Member:
 
 
 class Crew:
-    """A process that forks children, and everything that they tell, in order."""
+    """A process that forks children, and everything that they tell, in order.
+
+    It is ready when it is made, which takes seconds on a busy machine: whoever says
+    from when until when children work counts from afterwards.
+    """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._child = subprocess.Popen(
@@ -146,6 +150,7 @@ class Crew:
         self._gone = False
         self._ready = False
         self.database: dict[str, Any] = {}
+        self.until(lambda: self._ready, 4 * DEADLINE, "the start of the crew")
 
     def _read(self) -> None:
         assert self._child.stdout is not None
@@ -190,13 +195,8 @@ class Crew:
         """Run a program in a process of its own."""
         return self.fork_all(program, [arguments])[0]
 
-    def wait_until_ready(self) -> None:
-        """Wait until processes can be forked, which takes seconds the first time."""
-        self.until(lambda: self._ready, 4 * DEADLINE, "the start of the crew")
-
     def fork_all(self, program: str, table: Iterable[dict[str, Any]]) -> list[Member]:
         """Run a program once per set of arguments, each in a process of its own."""
-        self.wait_until_ready()
         members = []
         assert self._child.stdin is not None
         for arguments in table:

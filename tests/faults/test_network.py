@@ -273,7 +273,6 @@ def test_sessions_killed_by_the_server(crew: Crew, key: str, figures: Figures) -
     Of one key, of two at once and of a permit.
     """
     chance = random.Random(SEED)
-    crew.wait_until_ready()
     start = time.monotonic() + 0.5
     length = 3.0
     until = start + counts(4.0, 120.0)
@@ -337,7 +336,6 @@ def test_slow_network_that_resets(
     # Of each way, so that a round trip takes 100 to 300 ms.
     proxy.delay = pick(0.025, 0.05), pick(0.05, 0.15)
     crew.database = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-    crew.wait_until_ready()
     until = time.monotonic() + counts(scaled(7.0), 75.0)
     holders = crew.fork_all(
         "hold",

@@ -198,7 +198,6 @@ def test_waiter_when_the_server_restarts(
     """F8: who was waiting goes on waiting whenever the server is there again."""
     monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
     asked = Asked.of_kind(kind, key)
-    crew.wait_until_ready()
     row = {**asked.told, "until": time.monotonic() + scaled(5), "lease": 30.0}
     for holder in crew.fork_all("hold", [row] * asked.permits):
         holder.expect("held")
@@ -228,7 +227,6 @@ def test_waiter_when_the_server_stays_away(
 ) -> None:
     """F8: who would wait for ever learns of it in the end."""
     monkeypatch.setattr(database_connections, "OUTAGE", 1.0)
-    crew.wait_until_ready()
     row = {"key": key, "until": time.monotonic() + scaled(5), "lease": 30.0}
     crew.fork_all("hold", [row])[0].expect("held")
     answer = threads().start(distributed_lock(key).acquire, timeout=2 * DEADLINE)
@@ -253,7 +251,6 @@ def test_async_waiters_when_the_server_restarts(
     """F8: so do tasks, whose looks are made in threads that have asked nothing yet."""
     monkeypatch.setattr(database_connections, "OUTAGE", DEADLINE)
     keys = [f"{key}:{n}" for n in range(25)]
-    crew.wait_until_ready()
     row = {"key": keys, "until": time.monotonic() + scaled(8), "lease": 30.0}
     crew.fork_all("hold", [row])[0].expect("held")
 

@@ -260,9 +260,6 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
         database["PORT"] = str(place.proxy.port)
     vault = Vault(key, pick(4, 34), place.alias)
     length = max(pick(6.0, 30.0), counts(6.0, 180.0))
-    start = time.monotonic() + pick(0.0, 5.0)
-    work = {"table": vault.table, "until": start + length, "lease": LEASE}
-    weather = Weather(place, work)
     crew.database = database
     crews = [crew]
     if place.proxy is not None:
@@ -270,6 +267,9 @@ def test_soak(place: Place, crew: Crew, key: str, figures: dict[str, Any]) -> No
         strange = Crew(faketime(FAKETIME="+1d", USE_TZ="False", TIME_ZONE="Asia/Tokyo"))
         strange.database = database
         crews.append(strange)
+    start = time.monotonic() + pick(0.0, 5.0)
+    work = {"table": vault.table, "until": start + length, "lease": LEASE}
+    weather = Weather(place, work)
     try:
         weather.hire(crew, pick(4, 12))
         weather.hire(crew, pick(1, 4), measure=start + length / 3)

@@ -30,7 +30,8 @@ from tests.support.alarms import alarms
 #: Seconds that one round may take, however busy the machine.
 ROUND = 10.0
 #: At about how many lines a sweep stops, each time at others; all are a thousand.
-STOPS = int(os.environ.get("DBLOCKS_TEST_STOPS", "100"))
+#: With --thorough, at twice as many.
+STOPS = int(os.environ.get("DBLOCKS_TEST_STOPS", "50"))
 
 Action = Callable[[], None]
 
