@@ -133,9 +133,9 @@ def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
             assert "has to be rolled back" in str(refusal.__cause__)
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["known", "not known"])
+@pytest.mark.parametrize("fails", [None, "read_all", "is_locked"])
 def test_leased_while_its_savepoint_waited(
-    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch, fails: bool
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch, fails: str | None
 ) -> None:
     """A savepoint doesn't take back that the transaction must let such a row go.
 
@@ -144,12 +144,18 @@ def test_leased_while_its_savepoint_waited(
     if connection.vendor != "mysql":
         pytest.skip("this database unlocks the row, or locks none")
     distributed_lock(key).acquire().release()
+    original = row_locks._select
 
-    def fail(*arguments: Any) -> bool:
+    def fail(*arguments: Any) -> Any:
         raise OperationalError("Too many connections")
 
-    if fails:
-        monkeypatch.setattr(table, "is_locked", fail)
+    def select(*arguments: Any) -> Any:
+        rows = original(*arguments)
+        if fails is not None:
+            monkeypatch.setattr(table, fails, fail)
+        return rows
+
+    monkeypatch.setattr(row_locks, "_select", select)
 
     def wait() -> bool:
         with transaction.atomic():
@@ -166,6 +172,39 @@ def test_leased_while_its_savepoint_waited(
         always(lambda: not waiting.done(), during=0.5)
     assert waiting.result(timeout=DEADLINE)
     assert not Account.objects.filter(name="anybody").exists()
+
+
+def test_leased_again_at_the_end_of_its_wait(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a transaction go on that had the row neither before nor now."""
+    if connection.vendor != "mysql":
+        pytest.skip("this database unlocks the row, or locks none")
+    distributed_lock(key).acquire().release()
+    original, selects = row_locks._select, iter([False])
+
+    def select(connection: Any, wait: Any, fresh: bool) -> Any:
+        # Leased before it, and free again.
+        if not next(selects, True):
+            return None
+        rows = original(connection, wait, fresh)
+        time.sleep(wait.left)
+        return rows
+
+    monkeypatch.setattr(row_locks, "_select", select)
+
+    def wait() -> bool:
+        with transaction.atomic():
+            with suppress(LockTimeout):
+                in_block(key, timeout=scaled(2))
+            return connection.needs_rollback
+
+    with transaction.atomic():
+        lease = {"owner": "somebody", "lease": DEADLINE}
+        assert DistributedLock.objects.acquire(key, **lease) is not None
+        waiting = other.start(wait)
+        always(lambda: not waiting.done(), during=0.5)
+    assert waiting.result(timeout=DEADLINE)
 
 
 @pytest.fixture

@@ -84,7 +84,12 @@ def _locked(connection: Connection, wait: Wait, *, fresh: bool) -> Any:
     """Lock the rows, and remember it; ``fresh``: the transaction began for this."""
     if not dialects.of(connection).has_row_locks:
         return write_lock.lock(connection, wait)
-    rows = _lock(connection, wait, fresh)
+    try:
+        rows = _lock(connection, wait, fresh)
+    except BaseException:
+        if wait.may_pin:
+            transactions.doom(connection)
+        raise
     for key in rows or ():
         transactions.note_row_lock(connection.alias, key)
     return rows
@@ -131,7 +136,7 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
     It looks on another connection: a leased row must never stay locked, or its holder
     could not renew it; a row that this transaction inserts holds up every try.
     """
-    unseen, may_pin = 0, False
+    unseen = 0
     while True:
         locks_gaps = unseen and dialects.of(connection).keeps_row_locks
         look = table.read_all if locks_gaps else table.ensure_rows
@@ -149,9 +154,7 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
             return wait.refuse(None)
         seen = wait.taken(found)
         if seen.remaining > 0:
-            if may_pin:
-                _refuse_pinned_lease(connection, wait, seen)
-                may_pin = False
+            _refuse_pinned_lease(connection, wait, seen)
             if not wait.left:
                 return wait.refuse(seen)
             wait.pause(seen.remaining)
@@ -161,6 +164,7 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
         except WaitOver:
             if wait.left and not wait.how.skip:
                 continue
+            _refuse_pinned_lease(connection, wait, seen)
             return wait.refuse(seen)
         if rows is not None:
             return rows
@@ -168,7 +172,7 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
             return wait.refuse(None)
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
-        unseen, may_pin = unseen + 1, True
+        unseen, wait.may_pin = unseen + 1, True
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
             if not wait.left:
@@ -231,11 +235,8 @@ def _select(connection: Connection, wait: Wait, fresh: bool) -> Any:
 
 def _refuse_stale_snapshot(connection: Connection, wait: Wait, seen: Reading) -> None:
     """Raise if the row will never be seen free in this transaction."""
-    dialect = dialects.of(connection)
-    isolation = dialect.session_isolation(connection)
-    if isolation in WITHOUT_SNAPSHOT:
-        return
-    if dialect.snapshots_hide_rows:
+    if hides_rows(connection):
+        isolation = dialects.of(connection).session_isolation(connection)
         raise StaleSnapshot(
             f"The row of the lock {wait.key!r} changed after this transaction's "
             f"snapshot ({isolation}) was taken, which therefore can't lock it. Take "
@@ -245,31 +246,30 @@ def _refuse_stale_snapshot(connection: Connection, wait: Wait, seen: Reading) ->
 
 
 def _refuse_pinned_lease(connection: Connection, wait: Wait, seen: Reading) -> None:
-    """Raise if a lease that was granted meanwhile can't be renewed.
+    """Raise if a lease that was granted meanwhile can't be renewed."""
+    wait.may_pin = wait.may_pin and _stays_locked(connection, wait.key)
+    if wait.may_pin:
+        raise wait.timed_out(seen) from OperationalError(
+            f"The lock {wait.key!r} was leased while this transaction waited for its "
+            f"row, and the row stays locked until the transaction ends: it has to be "
+            f"rolled back. Run it again."
+        )
 
-    InnoDB keeps its row locked in this transaction if that had to wait for the row, and
-    with snapshots in any case. Others' single statements lock it for an instant only.
+
+def _stays_locked(connection: Connection, key: str) -> bool:
+    """Tell whether this transaction may have kept a row that it didn't get.
+
+    InnoDB keeps it locked if the transaction had to wait for the row, and with
+    snapshots in any case. Others' single statements lock it for an instant only.
     """
     dialect = dialects.of(connection)
     if not dialect.keeps_row_locks:
-        return
-    try:
-        for pause in LOOKS:
-            time.sleep(pause)
-            if not run(connection, table.is_locked, wait.key):
-                return
-        if dialect.session_isolation(connection) in WITHOUT_SNAPSHOT and (
-            table.is_locked(connection, wait.key)
-        ):
-            # Another one has it, such as the holder's guard.
-            return
-    except BaseException:
-        # Perhaps it does.
-        transactions.doom(connection)
-        raise
-    transactions.doom(connection)
-    raise wait.timed_out(seen) from OperationalError(
-        f"The lock {wait.key!r} was leased while this transaction waited for its row, "
-        f"and the row stays locked until the transaction ends: it has to be rolled "
-        f"back. Run it again."
+        return False
+    for pause in LOOKS:
+        time.sleep(pause)
+        if not run(connection, table.is_locked, key):
+            return False
+    # Another one may have it, such as the holder's guard.
+    return dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT or (
+        not table.is_locked(connection, key)
     )

@@ -32,12 +32,14 @@ class Wait:
     Attributes:
         keys: In the order in which all callers lock them.
         key: The one that is taken, as far as known.
+        may_pin: The transaction may have kept a row locked that it didn't get.
     """
 
     def __init__(self, keys: Sequence[str], how: RowWait) -> None:
         self.keys = keys
         self.key = keys[0]
         self.how = how
+        self.may_pin = False
         self.started = clock.monotonic()
         self.give_up = self.started + (FOREVER if how.timeout is None else how.timeout)
 
