@@ -294,6 +294,31 @@ def test_shorter_of_two_waits(
     own_connections.close(apart)
 
 
+@pytest.mark.usefixtures("committed")
+def test_opened_by_half(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that an error left out of autocommit isn't used: nobody commits."""
+    if connection.vendor != "mysql":
+        pytest.skip("this database's driver switches it on without a statement")
+    kind = type(connections["default"])
+    switch, kills = kind._set_autocommit, [OperationalError("Query was interrupted")]
+
+    def interrupted(self: Any, autocommit: bool) -> None:
+        if kills and self is not connections["default"]:
+            raise kills.pop()
+        switch(self, autocommit)
+
+    with transaction.atomic():
+        monkeypatch.setattr(kind, "_set_autocommit", interrupted)
+        with pytest.raises(OperationalError, match="interrupted"):
+            distributed_lock(key).acquire()
+        lease = distributed_lock(key).acquire()
+        assert other.do(distributed_lock(key).locked)
+        lease.release()
+    assert not other.do(distributed_lock(key).locked)
+
+
 def test_database_without_autocommit(key: str, patient: Callable[..., str]) -> None:
     """What runs on connections of dblocks' own is committed there too."""
     lock = distributed_lock(key, backend=patient(autocommit=False), lease=scaled(1))

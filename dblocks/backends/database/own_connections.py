@@ -200,6 +200,10 @@ def is_pinning(alias: str) -> bool:
 def connection_beside(alias: str) -> Connection:
     """Return this thread's connection beside its transactions."""
     beside = _thread.beside.get(alias)
+    if beside is not None and beside.connection and not beside.autocommit:
+        # An error has ended its opening: what nobody commits, nobody else sees.
+        _discard(_thread.beside, alias)
+        beside = None
     if beside is None:
         brief = _thread.waits_briefly
         limits = dialects.of(connections[alias]).short_waits if brief else {}
