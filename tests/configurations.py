@@ -136,8 +136,11 @@ LONG = {
 }
 """The modules that take long, most of them with many processes."""
 
-ON_TWO = {"admin", "decorator", "leader", "locks_command", "views"}
-"""The modules in which the database matters little, though they ask it a lot."""
+ON_ONE = {"decorator", "leader", "recipes", "views"}
+"""The modules in which the database hardly matters, though they ask it a lot."""
+
+ON_TWO = {"admin", "locks_command"}
+"""Those in which it matters little."""
 
 SECONDS = {
     "redis": 250,
@@ -293,8 +296,10 @@ CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
         # What takes long has little of the server's own, and runs on one of them.
-        Configuration("mariadb", "mariadb", only={*MODULES} - {"user_projects"}),
-        Configuration("postgres", "postgres", only={*MODULES} - LONG - ON_TWO),
+        Configuration(
+            "mariadb", "mariadb", only={*MODULES} - ON_ONE - {"demo", "user_projects"}
+        ),
+        Configuration("postgres", "postgres", only={*MODULES} - LONG - ON_ONE - ON_TWO),
         # The hardest: readers and writers keep each other out.
         Configuration(
             "sqlite-default",
@@ -318,14 +323,14 @@ CONFIGURATIONS = {
             "mariadb-rr",
             "mariadb",
             "repeatable read",
-            only=CORE | {"user_projects"},
+            only=CORE | ON_ONE | {"demo", "user_projects"},
             thorough=True,
         ),
         Configuration(
             "postgres-rr",
             "postgres",
             "repeatable read",
-            only=CORE | LONG | ON_TWO,
+            only=CORE | LONG | ON_ONE | ON_TWO,
             thorough=True,
         ),
         Configuration("mysql-rr", "mysql", "repeatable read", only=CORE, thorough=True),

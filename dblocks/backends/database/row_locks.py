@@ -172,7 +172,8 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
             return wait.refuse(None)
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
-        unseen, wait.may_pin = unseen + 1, True
+        unseen += 1
+        wait.may_pin = dialects.of(connection).keeps_row_locks
         if unseen > 1 or wait.how.skip:
             _refuse_stale_snapshot(connection, wait, seen)
             if not wait.left:
@@ -262,14 +263,10 @@ def _stays_locked(connection: Connection, key: str) -> bool:
     InnoDB keeps it locked if the transaction had to wait for the row, and with
     snapshots in any case. Others' single statements lock it for an instant only.
     """
-    dialect = dialects.of(connection)
-    if not dialect.keeps_row_locks:
-        return False
     for pause in LOOKS:
         time.sleep(pause)
         if not run(connection, table.is_locked, key):
             return False
     # Another one may have it, such as the holder's guard.
-    return dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT or (
-        not table.is_locked(connection, key)
-    )
+    isolation = dialects.of(connection).session_isolation(connection)
+    return isolation not in WITHOUT_SNAPSHOT or not table.is_locked(connection, key)
