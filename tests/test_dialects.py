@@ -281,6 +281,21 @@ def test_new_lease_in_a_locked_gap(key: str, keys: int, permits: int) -> None:
 
 
 @pytest.mark.usefixtures("locked_gap")
+def test_locked_gap_where_statements_have_little_time(key: str) -> None:
+    """A limit of the session's own makes no error of such a wait."""
+    if dialects.of(connection).name != "mariadb":
+        pytest.skip("its limit counts for reads alone")
+    with connection.cursor() as cursor:
+        cursor.execute("SET SESSION max_statement_time = 0.3")
+        try:
+            assert distributed_lock(key).try_acquire() is None
+            cursor.execute("SELECT @@SESSION.max_statement_time")
+            assert cursor.fetchone() == (0.3,)
+        finally:
+            cursor.execute("SET SESSION max_statement_time = DEFAULT")
+
+
+@pytest.mark.usefixtures("locked_gap")
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize(
     "how", [{"nowait": True}, {"skip_locked": True}, {"timeout": 1.5}]

@@ -283,8 +283,11 @@ class MariaDB(MySQL):
     def __init__(self, *, in_cluster: bool = False) -> None:
         super().__init__(in_cluster=in_cluster)
         self.at_once = self._setting("innodb_lock_wait_timeout=0")
-        # Another's transaction may have locked the gap in which the row is made.
-        self._briefly = self._setting("innodb_lock_wait_timeout=1")
+        # Another's transaction may have locked the gap in which the row is made. The
+        # session's own limit, if it is shorter, would make an error of that wait.
+        self._briefly = self._setting(
+            "innodb_lock_wait_timeout=1, max_statement_time=0"
+        )
 
     def insert_unless_there(self, into: str) -> str:
         return f"{self._briefly}INSERT INTO {into}"
