@@ -7,10 +7,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from django.db import NotSupportedError, connections, transaction
+from django.db import (
+    NotSupportedError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, LeaseLost, Lock, distributed_lock
+from dblocks.backends.database import table
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
@@ -241,6 +248,28 @@ def test_second_lock_of_a_transaction(
         assert taken()
     assert Account.objects.filter(name__in=["one", "two"]).count() == 2
     assert not taken()
+
+
+def test_second_lock_whose_guard_fails(
+    apart: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that may have let go what was pinned first lets nothing commit."""
+    if connections["locks"].vendor == "sqlite":
+        pytest.skip("it has one writer, and no room for a later grant")
+
+    def lose(pinning: Any, grants: Any) -> Any:
+        # As a server does with a deadlock's victim.
+        pinning.rollback()
+        raise OperationalError("Deadlock found")
+
+    with transaction.atomic():
+        with distributed_lock("first", backend="apart", atomic=True):
+            AccountFactory(name="one")
+        monkeypatch.setattr(table, "pin", lose)
+        with pytest.raises(OperationalError, match="Deadlock"), apart(atomic=True):
+            AccountFactory(name="two")
+        assert connection.needs_rollback
+    assert not Account.objects.filter(name__in=["one", "two"]).exists()
 
 
 def test_forced_out_across_databases(apart: Callable[..., Lock], key: str) -> None:

@@ -18,7 +18,7 @@ from ..values import Grant, Reading
 from . import dialects, table, transactions
 from .connections import reading_beside, run
 from .dialects.sqlite import BusyTimeout
-from .own_connections import pin_connection
+from .own_connections import is_pinning, pin_connection
 from .row_locks import StaleSnapshot, hides_rows
 
 logger = logging.getLogger("dblocks")
@@ -61,7 +61,20 @@ class DatabaseGuards(BaseBackend):
             if dialects.of(connection).certifies:
                 # The pinning transaction is rolled back, so other nodes never see it.
                 self._touch(grants)
+            self._pin(grants)
+
+    def _pin(self, grants: Sequence[Grant]) -> None:
+        """Verify and pin grants until the caller's last transaction has ended."""
+        has_others = is_pinning(self.using)
+        try:
             self._verify(pin_connection(self.using), grants)
+        except DatabaseError:
+            if has_others:
+                # The error may have let their rows go, which guard what these did.
+                for own in connections.all(initialized_only=True):
+                    if transactions.in_transaction(own):
+                        transactions.doom(own)
+            raise
 
     def _ends_last(self, aliases: Sequence[str]) -> bool:
         """Tell whether the caller's transaction here outlasts those that now commit.
