@@ -38,6 +38,7 @@ from dblocks.backends.values import Request
 from dblocks.backends.zookeeper import asking, nodes, sessions
 from dblocks.backends.zookeeper.handler import Answer
 from dblocks.conf import backends
+from dblocks.management import sources
 from dblocks.permits import row_key, row_keys
 from dblocks.signals import lock_force_released
 from tests.faults.crew import Crew
@@ -978,6 +979,8 @@ def test_forced_release_while_the_server_is_away(
         return "y"
 
     monkeypatch.setattr("builtins.input", answer)
+    # On a busy machine a server takes longer to start than the command waits.
+    monkeypatch.setattr(sources, "PATIENCE", DEADLINE)
     status, out, _ = running_locks(capfd)("release", key, "--backend", alias)
     comes_back.join()
     assert (status, out.startswith(f"Released {key!r}")) == (0, True)
