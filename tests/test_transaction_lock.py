@@ -207,6 +207,32 @@ def test_leased_again_at_the_end_of_its_wait(
     assert waiting.result(timeout=DEADLINE)
 
 
+@pytest.mark.usefixtures("two_writers")
+@pytest.mark.parametrize("how", [{"nowait": True}, {"skip_locked": True}], ids=str)
+def test_leased_before_it_was_tried(
+    key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    """No transaction goes on that has locked a row which was leased by then."""
+    distributed_lock(key).acquire().release()
+    original, locks, rows = row_locks._select, DistributedLock.objects, []
+    lease = {"owner": "somebody", "lease": DEADLINE}
+
+    def select(*arguments: Any) -> Any:
+        if not rows:
+            rows.append(other.do(locks.acquire, key, **lease))
+        return original(*arguments)
+
+    monkeypatch.setattr(row_locks, "_select", select)
+    with suppress(OperationalError), transaction.atomic():
+        AccountFactory(name="anybody")
+        with suppress(LockTimeout):
+            assert in_block(key, **how) is None
+        if not connection.needs_rollback:
+            mine = {**lease, "version": rows[0].version}
+            with takes(at_most=1 + SLACK):
+                assert other.do(locks.renew, key, **mine)
+
+
 @pytest.fixture
 def without_snapshot() -> None:
     """Apply the test only where a leased row is unlocked again."""

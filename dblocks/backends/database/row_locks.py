@@ -168,7 +168,7 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
             return wait.refuse(seen)
         if rows is not None:
             return rows
-        if wait.how.skip and _are_locked(connection, wait):
+        if wait.how.skip and _are_locked(connection, wait, fresh):
             return wait.refuse(None)
         if fresh and dialects.of(connection).keeps_row_locks:
             raise StaleSnapshot(f"The row of the lock {wait.key!r} was leased.")
@@ -181,11 +181,18 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
         wait.pause(0.001)
 
 
-def _are_locked(connection: Connection, wait: Wait) -> bool:
+def _are_locked(connection: Connection, wait: Wait, fresh: bool) -> bool:
     """Tell why no row was had: others have locked one, not that it can't be seen."""
-    if not dialects.of(connection).snapshots_hide_rows:
-        return True
-    return bool(_free_rows(connection, wait).count() == len(wait.keys))
+    dialect = dialects.of(connection)
+    if dialect.snapshots_hide_rows:
+        return bool(_free_rows(connection, wait).count() == len(wait.keys))
+    if not fresh and dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT:
+        # Or it was leased, and this transaction has locked it.
+        wait.may_pin = True
+        wait.may_pin = run(connection, table.is_locked, wait.key) and (
+            not table.is_locked(connection, wait.key)
+        )
+    return not wait.may_pin
 
 
 def _free_rows(connection: Connection, wait: Wait, *more: str) -> Any:
