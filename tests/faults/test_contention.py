@@ -65,7 +65,7 @@ def test_tokens_under_force_release(crew: Crew, key: str, figures: Figures) -> N
             "seed": SEED + n,
             "timeout": 1.0,
             # Long enough to be robbed, and for all permits to be had at a time.
-            "hold": pick(0.03, 0.005),
+            "hold": pick(0.1, 0.005),
         }
         for n in range(4)
     ]

@@ -318,7 +318,8 @@ def test_stopped_between_guard_and_commit(
 
 def stop_after_the_guard(crew: Crew, asked: Asked) -> list[float]:
     """Return by how much others' waits were longer than their timeouts."""
-    account, lease, timeout = AccountFactory(), pick(0.4, 0.6), pick(0.5, 1.0)
+    lease, timeout = pick(scaled(0.4), 0.6), pick(scaled(0.5), 1.0)
+    account = AccountFactory()
     with ExitStack() as held:
         # All other permits have somebody who stays.
         for number in range(1, asked.permits):
