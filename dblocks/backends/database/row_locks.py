@@ -23,12 +23,10 @@ from . import dialects, owed, table, transactions, write_lock
 from .connections import PATIENCE, run
 from .expressions import UtcNow
 from .row_waits import Wait, WaitOver, end_overdue, rows_of
+from .table import WITHOUT_SNAPSHOT
 
 LOOKS = (0.0, 0.002, 0.005, 0.01, 0.02)
 """Seconds before each look whether a row stays locked."""
-
-WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
-"""The isolation levels at which each statement sees what is committed."""
 
 
 class StaleSnapshot(OperationalError):
@@ -209,14 +207,8 @@ def _select(connection: Connection, wait: Wait, fresh: bool) -> Any:
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
-    more = []
     dialect = dialects.of(connection)
-    if dialect.keeps_row_locks and (
-        dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
-    ):
-        # In a range, InnoDB unlocks a row that turns out not to match; with "key = …"
-        # it doesn't. With snapshots it unlocks neither, nor the gap behind the row.
-        more.append(f"{wait.keys[0]}\0")
+    more = table.beyond(connection, wait.keys)
     free = _free_rows(connection, wait, *more).order_by("key")
     locking = free.select_for_update(nowait=nowait, skip_locked=skip)
     limit = None if nowait or skip or left > 86400 else left

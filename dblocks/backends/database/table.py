@@ -25,6 +25,9 @@ ENOUGH = 0.95
 """The part of what is left of a lease that its row must last. What lacks is less than
 half of any lease's margin: clocks that differ a little and delays are no loss."""
 
+WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
+"""The isolation levels at which each statement sees what is committed."""
+
 INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""
 
@@ -256,12 +259,27 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
 
     Returns the grants that are not current.
     """
-    sql = statements.on(connection).pin(len(grants))
-    pinned = set(fetch(connection, sql, all_slots(grants)))
+    more = beyond(connection, [grant.key for grant in grants])
+    asked = [*grants, *[grants[0]._replace(key=key) for key in more]]
+    sql = statements.on(connection).pin(len(asked))
+    pinned = set(fetch(connection, sql, all_slots(asked)))
     missing = [grant for grant in grants if (grant.key, grant.version) not in pinned]
     if not missing and dialects.of(connection).certifies:
         touch_current(connection, grants)
     return missing
+
+
+def beyond(connection: Connection, keys: Sequence[str]) -> list[str]:
+    """Return what to ask for besides keys, so that only rows that match stay locked.
+
+    In a range, InnoDB unlocks a row that turns out not to match; with "key = …" it
+    doesn't. With snapshots it unlocks neither, nor the gap behind the row.
+    """
+    dialect = dialects.of(connection)
+    if not dialect.keeps_row_locks:
+        return []
+    unlocks = dialect.session_isolation(connection) in WITHOUT_SNAPSHOT
+    return [f"{keys[0]}\0"] if unlocks else []
 
 
 def touch_current(connection: Connection, grants: Sequence[Grant]) -> bool:
