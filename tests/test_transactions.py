@@ -259,14 +259,17 @@ def test_operators_verbs_with_autocommit_off(
 
 
 @pytest.mark.needs("has_table")
-def test_sqlite_inside_a_transaction(committed: None, key: str) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_sqlite_inside_a_transaction(committed: None, key: str, is_async: bool) -> None:
     """SQLite has one writer: a lock inside atomic() is refused, with advice."""
     if connection.vendor != "sqlite":
         pytest.skip("this database has many writers")
+    lock = distributed_lock(key)
+    acquire = async_to_sync(lock.aacquire) if is_async else lock.acquire
     account = AccountFactory(balance=1)
     with transaction.atomic():
         with takes(at_most=SLACK), pytest.raises(TransactionManagementError) as caught:
-            distributed_lock(key).acquire(timeout=5)
+            acquire(timeout=5)
         Account.objects.filter(pk=account.pk).update(balance=2)
     account.refresh_from_db()
     assert account.balance == 2

@@ -213,6 +213,9 @@ class BaseBackend(ABC):
         """Tell whether a re-entry can be recorded now; else it is only counted here."""
         return True
 
+    def check_caller(self) -> None:  # noqa: B027
+        """Raise if async code would wait for a transaction of the sync code around."""
+
     def guard(self, grants: Sequence[Grant], using: str | None) -> None:
         """Verify and pin grants in the caller's transaction.
 

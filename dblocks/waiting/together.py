@@ -49,6 +49,8 @@ async def aget_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
     """:func:`get_all` for async code; waits without holding a thread."""
     for attempt in attempts:
         attempt.loop = asyncio.get_running_loop()
+        if attempt.own_hold() is None:
+            attempt.backend.check_caller()
     return await get_all_in(InEventLoop(attempts[0].backend, _undo), attempts)
 
 

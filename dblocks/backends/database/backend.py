@@ -44,7 +44,7 @@ from . import (
     transactions,
 )
 from .checks import DatabaseChecks
-from .connections import can_write, run
+from .connections import can_write, check_caller, run
 from .guards import DatabaseGuards
 from .own_connections import short_waits
 
@@ -279,6 +279,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         if undoable and transactions.in_transaction(connection):
             return False
         return can_write(self.using)
+
+    def check_caller(self) -> None:
+        check_caller(self.using)
 
     # Operators
 

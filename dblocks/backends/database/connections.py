@@ -47,6 +47,14 @@ RECONNECTING = 10
 """How many times as long to pause while the server can't be reached again."""
 
 
+BESIDE_WRITER = (
+    "SQLite has one writer: a lock can't be taken beside this open transaction. Take "
+    "the lock first: decorate the view (a class at its dispatch), or use atomic=True "
+    "in place of atomic(); or use transaction_lock inside it; or keep the locks in a "
+    'database file of their own (OPTIONS={"using": …}).'
+)
+
+
 class ReplyLost(DatabaseError):
     """The statement was carried out, but its reply can't be trusted."""
 
@@ -101,6 +109,23 @@ def can_write(alias: str) -> bool:
     return dialects.of(connection).has_row_locks
 
 
+def check_caller(alias: str) -> None:
+    """Raise if async code would wait for the transaction that it runs in.
+
+    Raises:
+        TransactionManagementError: The sync code around it has the one writer.
+    """
+    around = transactions.caller()
+    while around is not None:
+        for each in list(around.connections):
+            is_mine = each.alias == alias and transactions.in_transaction(each)
+            if not is_mine or transactions.in_test_case(each):
+                continue
+            if not dialects.known(each).has_row_locks:
+                raise TransactionManagementError(BESIDE_WRITER)
+        around = around.outer
+
+
 def _connection(connection: Connection, *, writes: bool) -> Connection:
     alias = connection.alias
     if runs_apart():
@@ -114,13 +139,7 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
                 f"itself until this thread's transactions have ended. Take all keys "
                 f"with one lock."
             )
-        raise TransactionManagementError(
-            "SQLite has one writer: a lock can't be taken beside this open "
-            "transaction. Take the lock first: decorate the view (a class at its "
-            "dispatch), or use atomic=True in place of atomic(); or use "
-            "transaction_lock inside it; or keep the locks in a database file of "
-            'their own (OPTIONS={"using": …}).'
-        )
+        raise TransactionManagementError(BESIDE_WRITER)
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.
         return connection if is_alone(connection) else connection_beside(alias)
