@@ -18,7 +18,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
 from django.db.backends.sqlite3.base import DatabaseWrapper as SQLiteWrapper
 from django.test.utils import CaptureQueriesContext
 
@@ -652,6 +658,40 @@ def test_file_that_is_gone(
 
 @pytest.mark.usefixtures("queue")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
+def test_file_that_is_no_database(key: str, tmp_path: Path) -> None:
+    """That is Django's error, not the driver's."""
+    path = tmp_path / "garbage"
+    path.write_bytes(b"x" * 4096)
+    settings = {**connection.settings_dict, "NAME": str(path)}
+    garbage = SQLiteWrapper(settings, "default")
+    with closing(garbage), pytest.raises(DatabaseError, match="not a database"):
+        run(garbage, table.read, key)
+
+
+@pytest.mark.parametrize("what", ["transaction_lock", "guard"])
+def test_error_that_ends_the_transaction(
+    acquire: Leases, key: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A transaction whose beginning SQLite has rolled back doesn't commit its end."""
+    lease = acquire()
+
+    def full(own: Any, *arguments: Any) -> Any:
+        # As SQLite does with a rollback journal.
+        own.connection.execute("ROLLBACK")
+        raise OperationalError("database or disk is full")
+
+    locking = transaction_lock(f"{key}:another")
+    act = lease.guard if what == "guard" else locking.__enter__
+    with transaction.atomic():
+        AccountFactory(name="beginning")
+        with monkeypatch.context() as patch:
+            patch.setattr(table, "pin" if what == "guard" else "touch", full)
+            with pytest.raises(OperationalError, match="full"):
+                act()
+        assert connection.needs_rollback
+    assert not Account.objects.filter(name="beginning").exists()
+
+
 def test_file_that_root_makes(tmp_path: Path) -> None:
     """Whoever owns the database can open it; a file that was there is left as it is."""
     theirs = tmp_path / "theirs"

@@ -118,6 +118,7 @@ class DatabaseGuards(BaseBackend):
         try:
             missing = table.pin(connection, grants)
         except DatabaseError as raised:
+            transactions.was_ended(connection, raised)
             blame(raised)
             if not dialect.is_stale_snapshot(raised) and not dialect.is_busy(raised):
                 raise

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from django.db import OperationalError, connections, transaction
+from django.db import DatabaseError, OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from django.db.transaction import TransactionManagementError
 
@@ -81,7 +81,11 @@ def _one_by_one(connection: Connection, wait: Wait) -> Any:
 def _locked(connection: Connection, wait: Wait, *, fresh: bool) -> Any:
     """Lock the rows, and remember it; ``fresh``: the transaction began for this."""
     if not dialects.of(connection).has_row_locks:
-        return write_lock.lock(connection, wait)
+        try:
+            return write_lock.lock(connection, wait)
+        except DatabaseError as error:
+            transactions.was_ended(connection, error)
+            raise
     try:
         rows = _lock(connection, wait, fresh)
     except BaseException:

@@ -165,7 +165,7 @@ class Dialect:
     def has_ended_transaction(
         self, connection: Connection, error: BaseException
     ) -> bool:
-        """Tell whether a wait that is over has rolled the transaction back."""
+        """Tell whether an error in a transaction has rolled back all of it."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:

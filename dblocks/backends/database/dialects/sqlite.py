@@ -69,8 +69,9 @@ def _has_wal(connection: Any) -> bool:
         try:
             with BusyTimeout(connection, 0.0):
                 mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
-        except connection.Database.OperationalError:
-            # Somebody is keeping readers out.
+        except connection.Database.DatabaseError:
+            # Somebody is keeping readers out, or it is no database, as the next
+            # statement says.
             return False
         known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
@@ -179,6 +180,13 @@ class SQLite(Dialect):
 
     def is_transient(self, error: BaseException) -> bool:
         return isinstance(error, OperationalError) and "locked" in str(error)
+
+    def has_ended_transaction(
+        self, connection: Connection, error: BaseException
+    ) -> bool:
+        # As a full disk may, with a rollback journal.
+        raw: Any = connection.connection
+        return raw is not None and not raw.in_transaction
 
     def code(self, error: BaseException) -> object:
         return getattr(error.__cause__, "sqlite_errorname", "")
