@@ -662,7 +662,7 @@ def test_file_that_is_no_database(key: str, tmp_path: Path) -> None:
     """That is Django's error, not the driver's."""
     path = tmp_path / "garbage"
     path.write_bytes(b"x" * 4096)
-    settings = {**connection.settings_dict, "NAME": str(path)}
+    settings = {**connection.settings_dict, "NAME": str(path), "OPTIONS": {}}
     garbage = SQLiteWrapper(settings, "default")
     with closing(garbage), pytest.raises(DatabaseError, match="not a database"):
         run(garbage, table.read, key)
