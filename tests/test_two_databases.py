@@ -250,6 +250,27 @@ def test_second_lock_of_a_transaction(
     assert not taken()
 
 
+def test_successor_renews_beside_a_refused_guard(
+    apart: Callable[..., Lock], key: str, other: OtherThread
+) -> None:
+    """A guard that finds its lease lost keeps nothing of the successor's locked."""
+    if connections["locks"].vendor == "sqlite":
+        pytest.skip("it has one writer")
+    locks, rows = DistributedLock.objects.using("locks"), list[Any]()
+
+    def lose() -> None:
+        with apart(atomic=True, lease=600, renew=False):
+            locks.force_release(key)
+            rows.append(locks.acquire(key, owner="somebody", lease=60))
+
+    with transaction.atomic():
+        with pytest.raises(LeaseLost):
+            lose()
+        mine = {"owner": "somebody", "version": rows[0].version, "lease": 60}
+        with takes(at_most=1 + SLACK):
+            assert other.do(locks.renew, key, **mine)
+
+
 def test_second_lock_whose_guard_fails(
     apart: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
 ) -> None:

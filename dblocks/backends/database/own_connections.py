@@ -184,6 +184,7 @@ def pin_connection(alias: str) -> Connection:
             if dialects.of(connection).has_row_locks:
                 # The snapshot of the first pin would hide later grants.
                 connection.cursor().execute(READ_COMMITTED)
+                connection.isolation_level = "read committed"  # type: ignore[attr-defined]
         except BaseException:
             close(connection)
             raise
