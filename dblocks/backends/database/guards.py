@@ -18,7 +18,7 @@ from ..values import Grant, Reading
 from . import dialects, table, transactions
 from .connections import reading_beside, run
 from .dialects.sqlite import BusyTimeout
-from .own_connections import is_pinning, pin_connection
+from .own_connections import is_pinning, pin_connection, unpin
 from .row_locks import StaleSnapshot, hides_rows
 
 logger = logging.getLogger("dblocks")
@@ -68,8 +68,10 @@ class DatabaseGuards(BaseBackend):
         has_others = is_pinning(self.using)
         try:
             self._verify(pin_connection(self.using), grants)
-        except DatabaseError:
-            if has_others:
+        except BaseException as error:
+            if not has_others:
+                unpin(self.using)
+            elif isinstance(error, DatabaseError):
                 # The error may have let their rows go, which guard what these did.
                 for own in connections.all(initialized_only=True):
                     if transactions.in_transaction(own):

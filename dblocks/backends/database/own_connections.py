@@ -198,6 +198,11 @@ def is_pinning(alias: str) -> bool:
     return alias in _thread.pins
 
 
+def unpin(alias: str) -> None:
+    """Let go of what this thread has pinned, for which nothing is to be committed."""
+    _discard(_thread.pins, alias)
+
+
 def connection_beside(alias: str) -> Connection:
     """Return this thread's connection beside its transactions."""
     beside = _thread.beside.get(alias)
