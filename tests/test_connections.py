@@ -15,6 +15,7 @@ from django.db import (
     connections,
     transaction,
 )
+from django.db.backends.signals import connection_created
 
 from dblocks import distributed_lock, transaction_lock
 from dblocks.backends.database import connections as database_connections
@@ -317,6 +318,29 @@ def test_opened_by_half(
         assert other.do(distributed_lock(key).locked)
         lease.release()
     assert not other.do(distributed_lock(key).locked)
+
+
+@pytest.mark.usefixtures("committed")
+def test_opened_without_the_projects_settings(key: str) -> None:
+    """A project's receiver may choose the schema: it is called again after an error."""
+    opened: list[Any] = []
+
+    def configure(connection: Any, **kwargs: Any) -> None:
+        opened.append(connection)
+        if len(opened) == 1:
+            raise OperationalError("canceling statement due to user request")
+
+    with transaction.atomic():
+        connection.ensure_connection()
+        connection_created.connect(configure)
+        try:
+            with pytest.raises(OperationalError, match="canceling"):
+                distributed_lock(key).acquire()
+            lease = distributed_lock(key).acquire()
+        finally:
+            connection_created.disconnect(configure)
+        assert own_connections.connection_beside("default") in opened[1:]
+        lease.release()
 
 
 def test_database_without_autocommit(key: str, patient: Callable[..., str]) -> None:

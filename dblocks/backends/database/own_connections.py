@@ -71,10 +71,31 @@ def separate_connection(alias: str, **limits: int) -> Connection:
     # can't be copied, such as an SSLContext. What nobody commits, nobody else sees.
     settings = {**own.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     connection: Connection = type(own)(settings, alias)
+    _open_whole(connection)
     # Its thread may end before it is closed.
     connection.inc_thread_sharing()
     _open.add(connection)
     return connection
+
+
+def _open_whole(connection: Connection) -> None:
+    """Close a connection whose opening an error ends: it may lack autocommit or a role.
+
+    Django would use it as it is, without the statements that were still to come.
+    """
+    kind, its_own = type(connection), weakref.ref(connection)
+
+    def connect() -> None:
+        if (own := its_own()) is None:
+            return
+        try:
+            kind.connect(own)
+        except BaseException:
+            with suppress(Error):
+                own.close()
+            raise
+
+    connection.connect = connect  # type: ignore[method-assign]
 
 
 def close(connection: Connection) -> None:
@@ -206,10 +227,6 @@ def unpin(alias: str) -> None:
 def connection_beside(alias: str) -> Connection:
     """Return this thread's connection beside its transactions."""
     beside = _thread.beside.get(alias)
-    if beside is not None and beside.connection and not beside.autocommit:
-        # An error has ended its opening: what nobody commits, nobody else sees.
-        _discard(_thread.beside, alias)
-        beside = None
     if beside is None:
         brief = _thread.waits_briefly
         limits = dialects.of(connections[alias]).short_waits if brief else {}
