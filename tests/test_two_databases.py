@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,10 +15,11 @@ from django.db import (
     connections,
     transaction,
 )
+from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 
 from dblocks import Lease, LeaseLost, Lock, distributed_lock
-from dblocks.backends.database import table
+from dblocks.backends.database import dialects, own_connections, table
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
 from tests.support.fixtures import OtherThread
@@ -248,6 +250,31 @@ def test_second_lock_of_a_transaction(
         assert taken()
     assert Account.objects.filter(name__in=["one", "two"]).count() == 2
     assert not taken()
+
+
+def test_pin_outlasts_a_limit_for_idle_transactions(apart: Callable[..., Lock]) -> None:
+    """What is pinned stays so while the caller's own transaction is at work."""
+    limits = {
+        "postgresql": "SET idle_in_transaction_session_timeout = 300",
+        "mariadb": "SET SESSION idle_transaction_timeout = 1",
+    }
+    limit = limits.get(dialects.of(connections["locks"]).name)
+    if limit is None:
+        pytest.skip("it has no such limit")
+
+    def configure(connection: Any, **kwargs: Any) -> None:
+        if connection.alias == "locks":
+            connection.cursor().execute(limit)
+
+    connection_created.connect(configure)
+    try:
+        with transaction.atomic():
+            with apart(atomic=True):
+                AccountFactory(name="mine")
+            time.sleep(2)
+            assert own_connections.pin_connection("locks").is_usable()
+    finally:
+        connection_created.disconnect(configure)
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])

@@ -202,10 +202,14 @@ def pin_connection(alias: str) -> Connection:
             connection.set_autocommit(
                 False, force_begin_transaction_with_broken_autocommit=True
             )
-            if dialects.of(connection).has_row_locks:
+            dialect = dialects.of(connection)
+            if dialect.has_row_locks:
                 # The snapshot of the first pin would hide later grants.
                 connection.cursor().execute(READ_COMMITTED)
                 connection.isolation_level = "read committed"  # type: ignore[attr-defined]
+            if dialect.may_idle:
+                # A limit of the session's would let go what is pinned.
+                connection.cursor().execute(dialect.may_idle)
         except BaseException:
             close(connection)
             raise

@@ -69,6 +69,8 @@ class Dialect:
     certifies = False
     #: Rows stay locked that turned out not to match, or in a savepoint rolled back.
     keeps_row_locks = False
+    #: Lets the session stand idle in a transaction for as long as others need it.
+    may_idle = ""
 
     # Clocks
 

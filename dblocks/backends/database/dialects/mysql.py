@@ -278,6 +278,10 @@ class MariaDB(MySQL):
     exact_collation = "utf8mb4_nopad_bin"
     shortest_queueing = 0.0
     oldest = (10, 6)
+    may_idle = (
+        "SET SESSION idle_transaction_timeout = 0, "
+        "idle_readonly_transaction_timeout = 0, idle_write_transaction_timeout = 0"
+    )
     unlocked = "{}".format
 
     def __init__(self, *, in_cluster: bool = False) -> None:

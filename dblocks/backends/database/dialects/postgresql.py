@@ -197,6 +197,7 @@ class PostgreSQL(Dialect):
         return name if name in {"repeatable read", "serializable"} else None
 
     snapshots_hide_rows = True
+    may_idle = "SET idle_in_transaction_session_timeout = 0"
 
     def session_isolation(self, connection: Connection) -> str | None:
         return str(ask(connection, "SHOW transaction_isolation")[0])
