@@ -656,8 +656,6 @@ def test_file_that_is_gone(
     waiter.until_done()
 
 
-@pytest.mark.usefixtures("queue")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
 def test_file_that_is_no_database(key: str, tmp_path: Path) -> None:
     """That is Django's error, not the driver's."""
     path = tmp_path / "garbage"
@@ -692,6 +690,8 @@ def test_error_that_ends_the_transaction(
     assert not Account.objects.filter(name="beginning").exists()
 
 
+@pytest.mark.usefixtures("queue")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
 def test_file_that_root_makes(tmp_path: Path) -> None:
     """Whoever owns the database can open it; a file that was there is left as it is."""
     theirs = tmp_path / "theirs"
