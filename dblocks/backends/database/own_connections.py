@@ -91,8 +91,7 @@ def _open_whole(connection: Connection) -> None:
         try:
             kind.connect(own)
         except BaseException:
-            with suppress(Error):
-                own.close()
+            _close(own)
             raise
 
     connection.connect = connect  # type: ignore[method-assign]
@@ -101,6 +100,10 @@ def _open_whole(connection: Connection) -> None:
 def close(connection: Connection) -> None:
     """Close a connection of dblocks' own, or one that would harm a forked child's."""
     _open.discard(connection)
+    _close(connection)
+
+
+def _close(connection: Connection) -> None:
     try:
         dialects.known(connection).close(connection)
     except Error:
