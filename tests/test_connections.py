@@ -23,7 +23,7 @@ from dblocks.backends.database import dialects, own_connections
 from dblocks.backends.database.connections import LEAST_REPEATS
 from dblocks.test import hold_elsewhere
 from tests.support.factories import stored
-from tests.support.fixtures import OtherThread, beside
+from tests.support.fixtures import OtherThread, beside, listening
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 
 pytestmark = [
@@ -332,13 +332,10 @@ def test_opened_without_the_projects_settings(key: str) -> None:
 
     with transaction.atomic():
         connection.ensure_connection()
-        connection_created.connect(configure)
-        try:
+        with listening(connection_created, configure):
             with pytest.raises(OperationalError, match="canceling"):
                 distributed_lock(key).acquire()
             lease = distributed_lock(key).acquire()
-        finally:
-            connection_created.disconnect(configure)
         assert own_connections.connection_beside("default") in opened[1:]
         lease.release()
 

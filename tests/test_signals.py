@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals
 from dblocks.conf import backends
 from dblocks.test import hold_elsewhere
 from dblocks.waiting.queue import queues
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, listening
 from tests.support.timing import SLACK, eventually
 
 Locks = Callable[..., Lock]
@@ -28,18 +28,6 @@ NAMES = [
     "lock_timed_out",
     "lock_force_released",
 ]
-
-
-@contextmanager
-def listening(signal: Signal, *receivers: Callable[..., Any]) -> Iterator[None]:
-    """Connect receivers for the time of the block."""
-    for receiver in receivers:
-        signal.connect(receiver)
-    try:
-        yield
-    finally:
-        for receiver in receivers:
-            signal.disconnect(receiver)
 
 
 class Heard:

@@ -101,6 +101,20 @@ def pinned(key: str, other: OtherThread) -> Iterator[Event]:
     holding.result(timeout=DEADLINE)
 
 
+def granted_while_it_waits(key: str, other: OtherThread, wait: Any) -> tuple[Any, Any]:
+    """Let another thread wait for the row of a lease that is committed meanwhile.
+
+    Returns the row, and what the wait will come to.
+    """
+    with transaction.atomic():
+        lease = {"owner": "somebody", "lease": DEADLINE}
+        row = DistributedLock.objects.acquire(key, **lease)
+        assert row is not None
+        waiting = other.start(wait)
+        always(lambda: not waiting.done(), during=0.5)
+    return row, waiting
+
+
 def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
     """A transaction that has waited for a row which is leased by then lets it go."""
     if connection.vendor == "sqlite":
@@ -117,12 +131,7 @@ def test_leased_while_it_waited(key: str, other: OtherThread) -> None:
         except refused as error:
             refusals.append(error)
 
-    with transaction.atomic():
-        lease = {"owner": "somebody", "lease": DEADLINE}
-        row = locks.acquire(key, **lease)
-        assert row is not None
-        waiting = other.start(wait)
-        always(lambda: not waiting.done(), during=0.5)
+    row, waiting = granted_while_it_waits(key, other, wait)
     mine = {"owner": "somebody", "version": row.version}
     with takes(at_most=1 + SLACK):
         eventually(lambda: locks.renew(key, lease=DEADLINE, **mine), what="a renewal")
@@ -165,11 +174,7 @@ def test_leased_while_its_savepoint_waited(
                 in_block(key, timeout=2 * DEADLINE)
             return connection.needs_rollback
 
-    with transaction.atomic():
-        lease = {"owner": "somebody", "lease": DEADLINE}
-        assert DistributedLock.objects.acquire(key, **lease) is not None
-        waiting = other.start(wait)
-        always(lambda: not waiting.done(), during=0.5)
+    _, waiting = granted_while_it_waits(key, other, wait)
     assert waiting.result(timeout=DEADLINE)
     assert not Account.objects.filter(name="anybody").exists()
 
@@ -199,11 +204,7 @@ def test_leased_again_at_the_end_of_its_wait(
                 in_block(key, timeout=scaled(2))
             return connection.needs_rollback
 
-    with transaction.atomic():
-        lease = {"owner": "somebody", "lease": DEADLINE}
-        assert DistributedLock.objects.acquire(key, **lease) is not None
-        waiting = other.start(wait)
-        always(lambda: not waiting.done(), during=0.5)
+    _, waiting = granted_while_it_waits(key, other, wait)
     assert waiting.result(timeout=DEADLINE)
 
 

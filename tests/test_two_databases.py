@@ -22,7 +22,7 @@ from dblocks import Lease, LeaseLost, Lock, distributed_lock
 from dblocks.backends.database import dialects, own_connections, table
 from dblocks.models import DistributedLock
 from tests.support.factories import AccountFactory
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, listening
 from tests.support.timing import SLACK, always, scaled, takes
 from tests.testapp.models import Account
 
@@ -266,15 +266,11 @@ def test_pin_outlasts_a_limit_for_idle_transactions(apart: Callable[..., Lock]) 
         if connection.alias == "locks":
             connection.cursor().execute(limit)
 
-    connection_created.connect(configure)
-    try:
-        with transaction.atomic():
-            with apart(atomic=True):
-                AccountFactory(name="mine")
-            time.sleep(2)
-            assert own_connections.pin_connection("locks").is_usable()
-    finally:
-        connection_created.disconnect(configure)
+    with listening(connection_created, configure), transaction.atomic():
+        with apart(atomic=True):
+            AccountFactory(name="mine")
+        time.sleep(2)
+        assert own_connections.pin_connection("locks").is_usable()
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 from django.db import connection, connections, transaction
+from django.dispatch import Signal
 from django.test.utils import setup_databases, teardown_databases
 
 from dblocks import Lease, Lock, LockError, distributed_lock
@@ -298,6 +299,18 @@ def readers_beside_a_writer(committed: None) -> None:
     """Apply the test only where other threads can read what a transaction writes to."""
     if in_memory():
         pytest.skip("a database in memory locks whole tables, against readers too")
+
+
+@contextmanager
+def listening(signal: Signal, *receivers: Callable[..., Any]) -> Iterator[None]:
+    """Connect receivers for the time of the block."""
+    for receiver in receivers:
+        signal.connect(receiver)
+    try:
+        yield
+    finally:
+        for receiver in receivers:
+            signal.disconnect(receiver)
 
 
 def has_old_snapshots() -> bool:
