@@ -23,6 +23,7 @@ from dblocks.backends.database.session_locks import SessionLock
 from dblocks.backends.values import Reading
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
+from dblocks.waiting import wait
 from tests.support import asgi
 from tests.support.fixtures import OtherThread, in_memory
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
@@ -308,6 +309,63 @@ def test_hundreds_wait(
     # The loop's own pool ran the release.
     assert opened.most_threads <= FEW_THREADS + 1 + asked_at_once(backend)
     assert opened.most_connections <= FEW_CONNECTIONS
+
+
+def test_hundreds_wait_where_attempts_take_long(
+    backend: str, lock: Locks, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do those who look whether the first is stuck when it has just become first.
+
+    Between a release and the answer to the next one there is nothing to be seen.
+    """
+    monkeypatch.setattr(wait, "MAX_PAUSE", 0.5)
+    kind = type(backends[backend])
+    try_acquire = kind.try_acquire
+
+    def try_slowly(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return try_acquire(*arguments)
+
+    monkeypatch.setattr(kind, "try_acquire", try_slowly)
+    main, inside = waiters(lock, 100, timeout=2 * DEADLINE)
+    assert run(main(opened, asyncio.sleep(0))) == [None] * 100
+    assert inside.entries == 100
+    assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
+
+
+def test_first_one_is_stuck(
+    lock: Locks,
+    acquire: Leases,
+    other: OtherThread,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those who wait behind a task whose event loop is blocked pass it by."""
+    monkeypatch.setattr(wait, "MAX_PAUSE", 0.5)
+    lease = acquire()
+    waiting, leave = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
+        await asyncio.sleep(0.3)
+        waiting.set()
+        assert leave.wait(2 * DEADLINE)
+        await (await task).arelease()
+
+    def visit() -> None:
+        with lock(timeout=DEADLINE):
+            pass
+
+    blocked = other.start(run, block())
+    assert waiting.wait(DEADLINE)
+    visits = [threads().start(visit) for _ in range(3)]
+    lease.release()
+    try:
+        for each in visits:
+            each.result(timeout=DEADLINE)
+    finally:
+        leave.set()
+    blocked.result(timeout=DEADLINE)
 
 
 def test_hundreds_time_out(

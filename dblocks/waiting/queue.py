@@ -104,6 +104,8 @@ class WaitQueue:
         self.waiters: deque[Waiter] = deque()
         self._seen: tuple[Reading, float] | None = None
         self._good_until = 0.0
+        #: Until when the first one has shown that it does something, or sleeps.
+        self._active_until = clock.monotonic()
         #: This process has released the key, and nobody has asked for it since.
         self._unasked = False
 
@@ -111,16 +113,19 @@ class WaitQueue:
         """Note what the engine said of the key."""
         now = clock.monotonic()
         self._seen = reading, now
+        self._active_until = now
         # Whoever asks while the first one sleeps doesn't wake it.
         self._good_until = max(self._good_until, now + NEWS)
 
     def sleeps(self, seconds: float) -> None:
         """Note that the first one will not look at the key for so long."""
-        self._good_until = clock.monotonic() + seconds + NEWS
+        self._active_until = clock.monotonic() + seconds
+        self._good_until = self._active_until + NEWS
 
     def wakes(self) -> None:
         """Note that the first one is about to look at the key."""
-        self._good_until = clock.monotonic() + NEWS
+        self._active_until = clock.monotonic()
+        self._good_until = self._active_until + NEWS
 
     def last_seen(self, give_up: float) -> Reading | None:
         """Return the latest reading, with the time that is left by now.
@@ -175,8 +180,21 @@ class WaitQueue:
 
     def wake_first(self) -> None:
         """Tell the first waiter that it is its turn."""
+        self._active_until = clock.monotonic()
         with suppress(IndexError):
             self.waiters[0].wake()
+
+    def is_silent(self, seconds: float) -> bool:
+        """Tell whether the first one has done nothing for so long, whoever that is."""
+        return clock.monotonic() > self._active_until + seconds
+
+    def pass_by(self, waiter: Waiter) -> None:
+        """Let a waiter in the queue be the first, and those before it the last."""
+        self._active_until = clock.monotonic()
+        for _ in range(len(self.waiters)):
+            if self.is_first(waiter):
+                break
+            self.waiters.rotate(-1)
 
 
 class WaitQueues:

@@ -24,7 +24,7 @@ from .steps import InThread, run
 logger = logging.getLogger("dblocks")
 
 MAX_PAUSE = 5.0
-"""Seconds after which a waiter checks whether it is first."""
+"""Seconds after which a waiter checks whether it is first, or the first is stuck."""
 
 COUNTED = 0.25
 """Seconds after which the first of a queue shows that it waits, to be counted."""
@@ -201,9 +201,9 @@ class _Wait:
             if explicit is not None and news is not None and news.is_had_by(explicit):
                 # Its owner has got the key meanwhile.
                 return
-            if news is None and not woken and left > MAX_PAUSE:
-                # The first is stuck.
-                return
+            if not woken and queue.is_silent(MAX_PAUSE):
+                # The first is stuck, as when its event loop is blocked.
+                queue.pass_by(self.waiter)
 
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
