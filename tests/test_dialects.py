@@ -164,6 +164,36 @@ def test_free_key_for_one_who_cant_queue(
     assert other.do(lease.release) is True
 
 
+# MariaDB's table locks
+
+
+@pytest.mark.parametrize("is_first_grant", [False, True])
+def test_locked_table(is_first_grant: bool, lock: Locks, other: OtherThread) -> None:
+    """A try doesn't stand for as long as somebody has locked the whole table."""
+    if not getattr(connection, "mysql_is_mariadb", False):
+        pytest.skip("elsewhere no statement can be told how long to wait for a table")
+    if not is_first_grant:
+        lock().acquire().release()
+    is_locked, leave = Event(), Event()
+
+    def keep() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute(f"LOCK TABLES {TABLE} READ")
+            is_locked.set()
+            try:
+                return leave.wait(DEADLINE)
+            finally:
+                cursor.execute("UNLOCK TABLES")
+
+    keeping = other.start(keep)
+    assert is_locked.wait(DEADLINE)
+    with pytest.raises(LockTimeout):
+        lock().acquire(timeout=0.1)
+    leave.set()
+    assert keeping.result(DEADLINE)
+    lock().acquire().release()
+
+
 # InnoDB's gap locks, at REPEATABLE READ
 
 

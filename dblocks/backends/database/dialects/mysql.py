@@ -286,11 +286,13 @@ class MariaDB(MySQL):
 
     def __init__(self, *, in_cluster: bool = False) -> None:
         super().__init__(in_cluster=in_cluster)
-        self.at_once = self._setting("innodb_lock_wait_timeout=0")
+        # What locks the whole table, as a backup does, is waited for as well, and a
+        # second is forgiven: it may last for an instant only.
+        self.at_once = self._setting("innodb_lock_wait_timeout=0, lock_wait_timeout=1")
         # Another's transaction may have locked the gap in which the row is made. The
         # session's own limit, if it is shorter, would make an error of that wait.
         self._briefly = self._setting(
-            "innodb_lock_wait_timeout=1, max_statement_time=0"
+            "innodb_lock_wait_timeout=1, lock_wait_timeout=1, max_statement_time=0"
         )
 
     def insert_unless_there(self, into: str) -> str:
