@@ -261,6 +261,31 @@ def test_grant_of_an_earlier_request(key: str) -> None:
     assert engine.release(granted.grant, count=None, deadline=0.0)
 
 
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("late", [1, 2])
+def test_lost_grant_that_is_seen_late(
+    key: str, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """If a look comes late, the next one finds the grant: nobody keeps the key."""
+    lock = distributed_lock(key, lease=4)
+    lock.acquire().release()
+    original = table.read
+    looks: list[str] = []
+
+    def read(*arguments: Any) -> Any:
+        looks.append(key)
+        if len(looks) == late:
+            time.sleep(0.5)
+        return original(*arguments)
+
+    monkeypatch.setattr(table, "read", read)
+    with first_reply_lost(lambda: None) as carried_out:
+        lease = lock.acquire(timeout=0)
+    assert carried_out
+    assert len(looks) >= late
+    assert lease.release() is True
+
+
 @pytest.mark.usefixtures("two_writers")
 def test_look_that_is_slow(
     key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch

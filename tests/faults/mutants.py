@@ -326,8 +326,8 @@ MUTANTS = [
     Mutant(
         "a lost reply is a new try",
         TABLE,
-        "mine = seen.is_of(grant) and _lasts(",
-        "mine = False and _lasts(",
+        "if seen.is_of(grant) and _lasts(",
+        "if False and _lasts(",
         ("tests/faults/test_network.py::test_lost_reply_to_an_acquire",),
         quick=MYSQL,
         engines=SERVERS,

@@ -28,6 +28,9 @@ half of any lease's margin: clocks that differ a little and delays are no loss."
 WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
 
+LOOKS = 3
+"""How often a grant is looked for whose reply was lost: one look may come late."""
+
 INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""
 
@@ -148,10 +151,12 @@ def join(connection: Connection, request: Request, seen: Reading) -> Granted | R
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
         # Granted, and the reply was lost; unless an earlier request of the owner's was.
-        age = clock.monotonic() - request.sent
-        seen = read(connection, request.key) or Reading()
-        mine = seen.is_of(grant) and _lasts(seen, request.lease, age)
-        return Granted(grant, min(request.max_hold, seen.limit + age)) if mine else seen
+        for _look in range(LOOKS):
+            age = clock.monotonic() - request.sent
+            seen = read(connection, request.key) or Reading()
+            if seen.is_of(grant) and _lasts(seen, request.lease, age):
+                return Granted(grant, min(request.max_hold, seen.limit + age))
+        return seen
     forfeited = request.forfeits(grant)
     values = {"lease": request.lease, "count": None, "forfeited": forfeited}
     try:
