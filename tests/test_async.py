@@ -368,6 +368,32 @@ def test_first_one_is_stuck(
     blocked.result(timeout=DEADLINE)
 
 
+def test_first_one_after_a_standstill(
+    lock: Locks, acquire: Leases, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all of them stood still, nobody is passed by: they keep their order."""
+    monkeypatch.setattr(wait, "MAX_PAUSE", 0.5)
+    lease = other.do(acquire)
+    served: list[int] = []
+
+    async def visit(number: int) -> None:
+        async with lock(timeout=2 * DEADLINE):
+            served.append(number)
+
+    async def main() -> None:
+        visits = []
+        for number in range(9):
+            visits.append(asyncio.create_task(visit(number)))
+            await asyncio.sleep(0.1)
+        time.sleep(1.2)
+        await asyncio.sleep(0.3)
+        await lease.arelease()
+        await asyncio.gather(*visits)
+
+    run(main())
+    assert served == sorted(served)
+
+
 def test_hundreds_time_out(
     backend: str, acquire: Leases, lock: Locks, other: OtherThread, opened: Open
 ) -> None:

@@ -35,6 +35,12 @@ SHARED = 10
 Not seconds: an event loop that lags may have the answer and not have passed it on.
 """
 
+DOUBTS = 5
+"""Pauses that a waiter makes for a silent first one before it takes that for stuck.
+
+Not seconds: in a process that was stopped the first one was silent, too.
+"""
+
 LONG_WAIT = 1.0
 """Seconds after which a wait is worth a line in the log."""
 
@@ -185,12 +191,13 @@ class _Wait:
         """Wait for this waiter's turn, or for an answer if its time is over first."""
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
-        pauses = SHARED
+        pauses, doubts = SHARED, 0
         while not queue.is_first(self.waiter):
             self.attempt.had_to_wait = True
             left = give_up - clock.monotonic()
             if left > 0:
-                woken = await self.place.pause(self.waiter, min(left, longest))
+                seconds = min(left, LONGEST_PAUSE if doubts else longest)
+                woken = await self.place.pause(self.waiter, seconds)
             elif seen or queue.last_seen(give_up) or queue.asks_instead() or not pauses:
                 return
             else:
@@ -201,8 +208,13 @@ class _Wait:
             if explicit is not None and news is not None and news.is_had_by(explicit):
                 # Its owner has got the key meanwhile.
                 return
-            if not woken and queue.is_silent(MAX_PAUSE):
-                # The first is stuck, as when its event loop is blocked.
+            if woken or not queue.is_silent(MAX_PAUSE):
+                doubts = 0
+            elif doubts < DOUBTS:
+                # Perhaps all of them stood still, and the first goes on as well.
+                doubts += 1
+            else:
+                # It is stuck, as when its event loop is blocked.
                 queue.pass_by(self.waiter)
 
     def _read(self) -> Reading:
