@@ -23,7 +23,7 @@ from dblocks.backends.database.session_locks import SessionLock
 from dblocks.backends.values import Reading
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
-from dblocks.waiting import wait
+from dblocks.waiting import queue, wait
 from tests.support import asgi
 from tests.support.fixtures import OtherThread, in_memory
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
@@ -394,6 +394,44 @@ def test_first_one_after_a_standstill(
     assert served == sorted(served)
 
 
+def test_first_one_whose_answer_does_not_come(
+    backend: str,
+    lock: Locks,
+    acquire: Leases,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is passed by, and the others keep their order."""
+    monkeypatch.setattr(wait, "MAX_PAUSE", 0.3)
+    lease = other.do(acquire)
+    served: list[int] = []
+    kind = type(backends[backend])
+    look, hang = kind.look, [2.5]
+
+    def hang_once(*arguments: Any) -> Reading:
+        with suppress(IndexError):
+            time.sleep(hang.pop())
+        return look(*arguments)
+
+    async def visit(number: int) -> None:
+        async with lock(timeout=2 * DEADLINE):
+            served.append(number)
+
+    async def main() -> None:
+        visits = []
+        for number in range(9):
+            visits.append(asyncio.create_task(visit(number)))
+            await asyncio.sleep(0.05)
+        monkeypatch.setattr(kind, "look", hang_once)
+        await asyncio.sleep(0.3)
+        await lease.arelease()
+        await asyncio.gather(*visits)
+
+    run(main())
+    assert not hang
+    assert [number for number in served if number] == [*range(1, 9)]
+
+
 def test_hundreds_time_out(
     backend: str, acquire: Leases, lock: Locks, other: OtherThread, opened: Open
 ) -> None:
@@ -421,6 +459,34 @@ def test_hundreds_time_out_at_a_slow_server(
     other.do(acquire, note="the import")
     main, _ = waiters(lock, 200, timeout=0.2)
     results = run(main(opened, asyncio.sleep(0)))
+    assert {type(result) for result in results} == {LockTimeout}
+    assert {result.note for result in results} == {"the import"}
+    assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)
+
+
+def test_hundreds_time_out_at_a_server_that_stands_still(
+    backend: str,
+    lock: Locks,
+    opened: Open,
+    acquire: Leases,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor when the first has no answer for long: what it was told before is true."""
+    monkeypatch.setattr(queue, "NEWS", 0.1)
+    other.do(acquire, note="the import")
+    main, _ = waiters(lock, 200, timeout=1)
+    kind = type(backends[backend])
+    look, hang = kind.look, [3.0, 0.0]
+
+    def hang_the_second_time(*arguments: Any) -> Reading:
+        with suppress(IndexError):
+            time.sleep(hang.pop())
+        return look(*arguments)
+
+    monkeypatch.setattr(kind, "look", hang_the_second_time)
+    results = run(main(opened, asyncio.sleep(0)))
+    assert not hang
     assert {type(result) for result in results} == {LockTimeout}
     assert {result.note for result in results} == {"the import"}
     assert opened.most_threads <= FEW_THREADS + asked_at_once(backend)

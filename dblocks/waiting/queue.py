@@ -54,13 +54,15 @@ def pause(backend: BaseBackend, known_for: float, *, alone: bool) -> float:
 class Waiter:
     """A waiter, which can be woken from any thread at any time."""
 
-    __slots__ = ("_bell", "_event", "_loop", "_woken")
+    __slots__ = ("_bell", "_event", "_loop", "_woken", "is_passed_by")
 
     def __init__(self) -> None:
         self._woken = False
         self._bell = Bell()
         self._loop = asyncio._get_running_loop()
         self._event: asyncio.Event | None = None
+        #: It did nothing when it was its turn, and has not come back since.
+        self.is_passed_by = False
 
     def wake(self) -> None:
         """End the present wait, or else the next one."""
@@ -78,8 +80,7 @@ class Waiter:
     def wait(self, seconds: float) -> bool:
         """Wait until woken, or for this long; return whether it was woken."""
         self._bell.wait(seconds)
-        woken, self._woken = self._woken, False
-        return woken
+        return self._come_back()
 
     async def await_(self, seconds: float) -> bool:
         """:meth:`wait` without holding a thread."""
@@ -93,8 +94,16 @@ class Waiter:
             finally:
                 timer.cancel()
         event.clear()
+        return self._come_back()
+
+    def _come_back(self) -> bool:
+        self.is_passed_by = False
         woken, self._woken = self._woken, False
         return woken
+
+    def shares_loop(self, other: Waiter) -> bool:
+        """Tell whether both wait in the same event loop."""
+        return self._loop is not None and self._loop is other._loop
 
 
 class WaitQueue:
@@ -147,13 +156,17 @@ class WaitQueue:
     def last_answer(self, give_up: float) -> Reading | None:
         """Return the latest reading for a waiter whose time is over.
 
-        ``None`` also if the lease that it tells of has ended since: whether somebody
+        However old it is: hundreds must not ask an engine that doesn't answer the
+        first. ``None`` if the lease that it tells of has ended since: whether somebody
         still has the key only the engine knows, if it can be reached.
         """
-        seen, reading = self._seen, self.last_seen(give_up)
-        if seen is None or reading is None:
+        if self._seen is None:
             return None
-        return None if reading.remaining <= 0 < seen[0].remaining else reading
+        reading, at = self._seen
+        left = reading.remaining - (clock.monotonic() - at)
+        if left <= 0 and (reading.remaining > 0 or self.last_seen(give_up) is None):
+            return None
+        return replace(reading, remaining=left)
 
     def forget(self) -> None:
         """Note that what was seen is out of date: this process has released the key."""
@@ -170,31 +183,43 @@ class WaitQueue:
         self._unasked = False
         return True
 
-    def is_first(self, waiter: Waiter) -> bool:
-        """Tell whether it is this waiter's turn to ask the engine."""
+    def _first(self) -> Waiter | None:
+        """Return whose turn it is."""
         with suppress(IndexError):
             while self.waiters[0].is_gone():
                 self.waiters.popleft()
-            return self.waiters[0] is waiter
-        return False
+            first = self.waiters[0]
+            if not first.is_passed_by:
+                return first
+            return next((w for w in tuple(self.waiters) if not w.is_passed_by), first)
+        return None
+
+    def is_first(self, waiter: Waiter) -> bool:
+        """Tell whether it is this waiter's turn to ask the engine."""
+        return self._first() is waiter
 
     def wake_first(self) -> None:
         """Tell the first waiter that it is its turn."""
         self._active_until = clock.monotonic()
-        with suppress(IndexError):
-            self.waiters[0].wake()
+        if (first := self._first()) is not None:
+            first.wake()
 
     def is_silent(self, seconds: float) -> bool:
         """Tell whether the first one has done nothing for so long, whoever that is."""
         return clock.monotonic() > self._active_until + seconds
 
-    def pass_by(self, waiter: Waiter) -> None:
-        """Let a waiter in the queue be the first, and those before it the last."""
-        self._active_until = clock.monotonic()
-        for _ in range(len(self.waiters)):
-            if self.is_first(waiter):
-                break
-            self.waiters.rotate(-1)
+    def pass_by_first(self, waiter: Waiter) -> None:
+        """Go on without the first one, and without those in its event loop.
+
+        Args:
+            waiter: Who has waited in vain. Its own event loop isn't blocked.
+        """
+        first = self._first() or waiter
+        is_blocked = not first.shares_loop(waiter)
+        for each in tuple(self.waiters):
+            if each is first or (is_blocked and each.shares_loop(first)):
+                each.is_passed_by = True
+        self.wake_first()
 
 
 class WaitQueues:

@@ -215,7 +215,7 @@ class _Wait:
                 doubts += 1
             else:
                 # It is stuck, as when its event loop is blocked.
-                queue.pass_by(self.waiter)
+                queue.pass_by_first(self.waiter)
 
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
