@@ -253,9 +253,13 @@ def test_second_lock_of_a_transaction(
 
 
 def test_pin_outlasts_a_limit_for_idle_transactions(apart: Callable[..., Lock]) -> None:
-    """What is pinned stays so while the caller's own transaction is at work."""
+    """What is pinned stays so while the caller's own transaction is at work.
+
+    On PostgreSQL 17 and later, also beyond a limit for whole transactions.
+    """
     limits = {
-        "postgresql": "SET idle_in_transaction_session_timeout = 300",
+        "postgresql": "SELECT set_config(name, '1000', false) FROM pg_settings WHERE "
+        "name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')",
         "mariadb": "SET SESSION idle_transaction_timeout = 1",
     }
     limit = limits.get(dialects.of(connections["locks"]).name)

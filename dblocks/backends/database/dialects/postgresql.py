@@ -197,7 +197,11 @@ class PostgreSQL(Dialect):
         return name if name in {"repeatable read", "serializable"} else None
 
     snapshots_hide_rows = True
-    may_idle = "SET idle_in_transaction_session_timeout = 0"
+    # The second one exists from PostgreSQL 17 on.
+    may_idle = (
+        "SELECT set_config(name, '0', true) FROM pg_settings WHERE name IN "
+        "('idle_in_transaction_session_timeout', 'transaction_timeout')"
+    )
 
     def session_isolation(self, connection: Connection) -> str | None:
         return str(ask(connection, "SHOW transaction_isolation")[0])
