@@ -501,6 +501,21 @@ def test_connection_killed_by_the_server(
     connection.close()
 
 
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="errors of PostgreSQL's")
+@pytest.mark.parametrize("owner", [None, "me"])
+@pytest.mark.parametrize("limit", ["IdleSessionTimeout", "TransactionTimeout"])
+def test_connection_ended_by_a_limit(
+    acquire: Leases, limit: str, owner: str | None
+) -> None:
+    """What a limit of the server's has ended, is carried out on another connection.
+
+    An explicit owner's hold is counted down once.
+    """
+    lease = acquire(owner=owner)
+    with connection.execute_wrapper(Trouble(postgresql_error(limit))):
+        assert lease.release() is True
+
+
 @pytest.mark.parametrize("met", [False, True], ids=["unnoticed", "met before"])
 @pytest.mark.parametrize("keys", [1, 2])
 def test_owners_release_on_a_dropped_connection(

@@ -166,7 +166,7 @@ class PostgreSQL(Dialect):
     collisions = frozenset({"40001", "40P01"})
     stale_snapshot = "40001"
     wait_over = frozenset({"55P03"})
-    _LOST = frozenset({"57P01", "57P02", "57P05", "25P03"})
+    _LOST = frozenset({"57P01", "57P02", "57P05", "25P03", "25P04"})
 
     def code(self, error: BaseException) -> str | None:
         cause = error.__cause__
@@ -184,7 +184,7 @@ class PostgreSQL(Dialect):
         # the drivers say of a connection that they know to be closed.
         state = self.code(error)
         if state is not None:
-            return state in {"57P01", "57P05", "25P03"}
+            return state in {"57P01", "57P05", "25P03", "25P04"}
         return str(error) in {"the connection is closed", "connection already closed"}
 
     def is_cut_off(self, error: BaseException) -> bool:
