@@ -640,6 +640,21 @@ def test_prepared_statements_that_are_gone(
     assert not lock().locked()
 
 
+def test_prepared_statements_that_are_gone_in_a_transaction(
+    prepared: Callable[[], int], lock: Locks
+) -> None:
+    """What runs in a transaction, where nothing is repeated, needs none of them."""
+    rows = transaction_lock(lock().key)
+    for _ in range(5):
+        use(lock, 2)
+        with rows:
+            pass
+    with connection.cursor() as cursor:
+        cursor.execute("DEALLOCATE ALL")
+    with rows as row:
+        assert row.key == lock().key
+
+
 def test_statements_are_seen(prepared: Callable[[], int], lock: Locks) -> None:
     """Prepared ones pass through Django's wrappers as all others do."""
     use(lock, 20)

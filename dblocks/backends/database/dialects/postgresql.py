@@ -158,7 +158,8 @@ class PostgreSQL(Dialect):
         connection.close_if_health_check_failed()
         known = getattr(connection.connection, "_dblocks_grants", 0) >= PREPARE_AFTER
         # Django logs statements with their values, which a prepared one doesn't have.
-        if not known or connection.queries_logged:
+        # In a transaction, one that is gone would end all of it.
+        if not known or connection.queries_logged or connection.in_atomic_block:
             return connection.cursor()
         return connection._prepare_cursor(_preparing_cursor()(connection.connection))
 
