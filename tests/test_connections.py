@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
 from django.db import (
+    DatabaseError,
     OperationalError,
     close_old_connections,
     connection,
@@ -338,6 +340,44 @@ def test_opened_without_the_projects_settings(key: str) -> None:
             lease = distributed_lock(key).acquire()
         assert own_connections.connection_beside("default") in opened[1:]
         lease.release()
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["thread", "beside"])
+def test_read_only_session(
+    key: str, patient: Callable[..., str], other: OtherThread, is_own: bool
+) -> None:
+    """A connection of dblocks' own that can't write isn't used again.
+
+    In threads for async code, and beside a transaction.
+    """
+    read_only = {
+        "postgresql": "SET default_transaction_read_only = on",
+        "mysql": "SET SESSION TRANSACTION READ ONLY",
+    }
+    if connection.vendor not in read_only:
+        pytest.skip("a file is read-only for all, or for none")
+    lock, opened = distributed_lock(key, backend=patient(), timeout=0), list[Any]()
+
+    def configure(connection: Any, **kwargs: Any) -> None:
+        if connection is not connections[connection.alias]:
+            opened.append(connection)
+            if len(opened) == 1:
+                connection.cursor().execute(read_only[connection.vendor])
+
+    def twice() -> None:
+        with ExitStack() as block:
+            if is_own:
+                own_connections.run_apart()
+            else:
+                block.enter_context(transaction.atomic("patient"))
+            with pytest.raises(DatabaseError, match=r"(?i)read.?only"):
+                lock.acquire()
+            lock.acquire().release()
+        connections.close_all()
+
+    with listening(connection_created, configure):
+        other.do(twice)
+    assert len(opened) == 2
 
 
 def test_database_without_autocommit(key: str, patient: Callable[..., str]) -> None:

@@ -286,7 +286,7 @@ def _may_repeat(
     give_up: float,
     reconnecting: bool,
 ) -> bool:
-    """Tell whether to repeat an operation; note a dead connection, to avoid it.
+    """Tell whether to repeat an operation; note a bad connection, to avoid it.
 
     Args:
         reconnecting: The server has been there, and may be about to restart.
@@ -301,7 +301,11 @@ def _may_repeat(
     if reconnecting:
         return True
     if not dialect.is_lost(error):
-        return dialect.is_transient(error)
+        is_transient = dialect.is_transient(error)
+        if not is_transient:
+            # It may lead to a server that is no longer the primary.
+            discard_beside(connection)
+        return is_transient
     if connection.connection is None:
         return False
     if connection is own:
