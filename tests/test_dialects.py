@@ -640,6 +640,21 @@ def test_prepared_statements_that_are_gone(
     assert not lock().locked()
 
 
+def test_prepared_statements_of_the_manager_that_are_gone(
+    prepared: Callable[[], int], lock: Locks
+) -> None:
+    """Its verbs, which repeat nothing, do without the plans as well."""
+    locks, mine = DistributedLock.objects, {"key": lock().key, "owner": "me"}
+    for gone in (False, False, True):
+        use(lock, 10)
+        if gone:
+            with connection.cursor() as cursor:
+                cursor.execute("DEALLOCATE ALL")
+        row = locks.acquire(**mine, lease=60)
+        assert row is not None
+        assert locks.release(**mine, version=row.version)
+
+
 def test_prepared_statements_that_are_gone_in_a_transaction(
     prepared: Callable[[], int], lock: Locks
 ) -> None:

@@ -55,10 +55,11 @@ def _preparing_cursor() -> type[Any]:
             try:
                 return super().execute(sql, params, prepare=True)
             except Exception as error:
-                if getattr(error, "sqlstate", None) in PLAN_GONE:
-                    # Discarded, or made for columns of another type.
-                    raw._dblocks_grants = -math.inf
-                raise
+                if getattr(error, "sqlstate", None) not in PLAN_GONE:
+                    raise
+                # Discarded, or made for columns of another type.
+                raw._dblocks_grants = -math.inf
+                return super().execute(sql, params, prepare=False)
             finally:
                 raw.prepare_threshold = before
 
@@ -163,7 +164,7 @@ class PostgreSQL(Dialect):
             return connection.cursor()
         return connection._prepare_cursor(_preparing_cursor()(connection.connection))
 
-    transient = frozenset({"40001", "40P01", "55P03"}) | PLAN_GONE
+    transient = frozenset({"40001", "40P01", "55P03"})
     collisions = frozenset({"40001", "40P01"})
     stale_snapshot = "40001"
     wait_over = frozenset({"55P03"})
