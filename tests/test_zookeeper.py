@@ -1210,6 +1210,36 @@ def test_lost_reply_to_a_waiter(
     assert not places(key)
 
 
+@pytest.mark.parametrize("is_free", [True, False], ids=["free", "taken"])
+def test_standstill_between_two_requests(
+    long: str,
+    key: str,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+    is_free: bool,
+) -> None:
+    """Who comes late with the next request hears the answer of a server that is up."""
+    lock = distributed_lock(key, backend=long)
+    lock.acquire().release()
+    mine, leases = session(long), list[Lease]()
+    children = mine.children
+
+    def stand_still(*arguments: Any, **options: Any) -> Any:
+        found = children(*arguments, **options)
+        monkeypatch.undo()
+        if not is_free:
+            leases.append(other.do(lock.acquire))
+        time.sleep(sessions.PATIENCE + 0.2)
+        return found
+
+    monkeypatch.setattr(mine, "children", stand_still)
+    lease = lock.try_acquire()
+    assert (lease is not None) is is_free
+    for each in leases or [lease]:
+        assert each is not None
+        assert each.release()
+
+
 @pytest.mark.parametrize("is_named", [False, True], ids=["any", "version"])
 def test_lost_reply_to_a_force_release(
     long: str,

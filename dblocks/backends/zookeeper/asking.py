@@ -95,6 +95,8 @@ class Asking:
             found = self._look_and_take(session, give_up)
             if found is not None:
                 return found
+            if clock.monotonic() > give_up:
+                return self.seen(session, give_up)
 
     def all(
         self, keys: Sequence[str], session: Session, give_up: float

@@ -47,6 +47,12 @@ PASSING = (
 WAKE_AFTER = 0.05
 """Seconds without an answer after which kazoo's thread is woken to look again."""
 
+LEAST = 0.25
+"""Seconds that an answer may take, however late its request is.
+
+After a standstill of this process nothing would be heard of a server that is there.
+"""
+
 SILENT = 2 / 3
 """The part of a lease after which a session that said nothing may soon be over.
 
@@ -230,15 +236,15 @@ class Connection:
         return f"{self.address.root}/{nodes.escaped(key)}"
 
     def wait(self, result: Any, seconds: float) -> Any:
-        """Return the answer to a request.
+        """Return the answer to a request, which may take a moment in any case.
 
         Raises:
             KazooException: There was none in this time, or it is an error.
         """
         try:
-            if not result.wait(max(0.0, min(seconds, WAKE_AFTER))):
+            if not result.wait(WAKE_AFTER):
                 self._wake()
-            return result.get(timeout=max(0.0, seconds - WAKE_AFTER))
+            return result.get(timeout=max(LEAST, seconds) - WAKE_AFTER)
         except KazooTimeoutError:
             raise self.silence() from None
         except NoAuthError:
@@ -332,14 +338,14 @@ class Connection:
         results = self.wait(sent, give_up - clock.monotonic())
         refusal = _refusal(results)
         if refusal is not None:
-            self._heed(refusal, any(folders.values()), give_up)
+            self._heed(refusal, any(folders.values()))
             return None
         made = [path for path in results if isinstance(path, str)]
         names = [path.rpartition("/")[2] for path in made if path not in folders]
         places = [self._places(each, give_up) for each in listed]
         return TakenPlaces(names, places, results[-1].mzxid)
 
-    def _heed(self, refusal: Exception, is_missing: bool, give_up: float) -> None:
+    def _heed(self, refusal: Exception, is_missing: bool) -> None:
         """Raise unless a transaction was refused because a folder has come or gone.
 
         Args:
@@ -348,8 +354,6 @@ class Connection:
         if isinstance(refusal, (NoAuthError, InvalidACLError)):
             raise self._no_access(type(refusal))
         if not isinstance(refusal, (NodeExistsError, NoNodeError)):
-            raise refusal
-        if clock.monotonic() > give_up:
             raise refusal
         if isinstance(refusal, NoNodeError) and is_missing:
             # Somebody has deleted the path above, too.
