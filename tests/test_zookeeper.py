@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1238,6 +1239,30 @@ def test_standstill_between_two_requests(
     for each in leases or [lease]:
         assert each is not None
         assert each.release()
+
+
+def test_standstill_of_explicit_owners(
+    long: str, key: str, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has waited for another's request all that time still gets a turn."""
+    mine = session(long)
+    asks, goes_on = threading.Event(), threading.Event()
+    acquire = partial(distributed_lock(key, backend=long, owner="a").acquire, timeout=0)
+    children = mine.children
+
+    def stand_still(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        asks.set()
+        assert goes_on.wait(DEADLINE)
+        return children(*arguments, **options)
+
+    monkeypatch.setattr(mine, "children", stand_still)
+    theirs = other.start(acquire)
+    assert asks.wait(DEADLINE)
+    threading.Timer(sessions.PATIENCE + 0.05, goes_on.set).start()
+    lock = distributed_lock(f"{key}:2", backend=long, owner="b")
+    assert lock.acquire(timeout=0).release()
+    assert other.do(theirs.result(DEADLINE).release)
 
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["any", "version"])

@@ -48,7 +48,7 @@ WAKE_AFTER = 0.05
 """Seconds without an answer after which kazoo's thread is woken to look again."""
 
 LEAST = 0.25
-"""Seconds that an answer may take, however late its request is.
+"""Seconds that an answer may take, or a turn, however late it is asked for.
 
 After a standstill of this process nothing would be heard of a server that is there.
 """

@@ -23,7 +23,7 @@ from ... import clock, forks
 from ...bells import Bell
 from ..values import Grant
 from . import nodes
-from .connection import ERRORS, PASSING, Address, Connection
+from .connection import ERRORS, LEAST, PASSING, Address, Connection
 
 logger = logging.getLogger("dblocks")
 
@@ -166,7 +166,9 @@ class Session(Connection):
             ConnectionLoss: One of them was waiting for the server all that time.
         """
         left = min(max(0.0, give_up - clock.monotonic()), threading.TIMEOUT_MAX)
-        if not self._explicit.acquire(timeout=left):
+        # Twice: the first may end together with a standstill of all of them.
+        take = self._explicit.acquire
+        if not (take(timeout=left) or take(timeout=LEAST)):
             raise self.silence()
         try:
             yield
