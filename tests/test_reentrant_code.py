@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,43 +23,48 @@ from tests.support.alarms import alarms
 from tests.support.factories import AccountFactory, stored
 from tests.support.fixtures import in_memory
 from tests.support.processes import ROOT, inherited, names_of_databases
+from tests.support.reentrant import PROGRAM
 from tests.testapp.models import Account
 
-#: Seconds for one program in a process of its own; it ends by itself when it hangs.
-PROGRAM = 120.0
 pytestmark = pytest.mark.timeout(PROGRAM + 10)
 
 Run = Callable[..., None]
 
 
+@pytest.fixture(scope="module")
+def nursery(django_db_setup: None) -> Iterator[subprocess.Popen[str]]:
+    """Keep what forks the processes; starting it costs half a second of Django."""
+    # Not measured: a handler would wait for coverage's mutex, which it interrupts.
+    environment = inherited(("COVERAGE",))
+    # With such a storm of signals a short lease is not renewed in time.
+    environment |= {**names_of_databases(), "ZOOKEEPER_LEASE": "30"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.reentrant"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as nursery:
+        yield nursery
+
+
 @pytest.fixture
-def run(backend: str, key: str) -> Run:
+def run(backend: str, key: str, nursery: subprocess.Popen[str], tmp_path: Path) -> Run:
     """Run a program of ``tests.support.reentrant``, which must end well."""
     if backends[backend].has_table and in_memory():
         pytest.skip("a database in memory belongs to one process")
+    stdin, stdout = nursery.stdin, nursery.stdout
+    assert stdin is not None
+    assert stdout is not None
 
     def run(program: str, **arguments: Any) -> None:
         arguments |= {"key": key, "backend": backend}
-        command = [sys.executable, "-m", "tests.support.reentrant", program]
-        # Not measured: a handler would wait for coverage's mutex, which it interrupts.
-        environment = inherited(("COVERAGE",))
-        ended = subprocess.run(
-            [*command, json.dumps(arguments)],
-            cwd=ROOT,
-            env={
-                **environment,
-                **names_of_databases(),
-                # With such a storm of signals a short lease is not renewed in time.
-                "ZOOKEEPER_LEASE": "30",
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROGRAM,
-            check=False,
-        )
+        errors = tmp_path / "errors"
+        told = {"program": program, "with": arguments, "errors": str(errors)}
+        print(json.dumps(told), file=stdin, flush=True)
         # Where it stood, and what of.
-        assert ended.returncode == 0, ended.stderr[-4000:]
+        assert stdout.readline() == "0\n", errors.read_text()[-4000:]
 
     return run
 

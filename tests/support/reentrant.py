@@ -1,9 +1,10 @@
 """Code that runs in the middle of dblocks.
 
-``python -m tests.support.reentrant PROGRAM JSON``.
+``python -m tests.support.reentrant`` forks a process for each line ``{"program": NAME,
+"with": ARGUMENTS, "errors": PATH}`` that it reads, and answers with its exit status.
 
 In a process of its own, on the test's database: what hangs there is ended, with its
-stack on stderr, and hangs nothing else.
+stack in that file, and hangs nothing else. Only those that are forked use dblocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +29,8 @@ from django.db import Error, connections
 
 from tests.support.alarms import alarms
 
+#: Seconds for one program; it ends by itself when it hangs.
+PROGRAM = 120
 #: Seconds that one round may take, however busy the machine.
 ROUND = 10.0
 #: At about how many lines a sweep stops, each time at others; all are a thousand.
@@ -315,18 +319,36 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 
-def main() -> None:
+def perform(program: str, arguments: dict[str, Any]) -> None:
     """Run a program."""
+    for alias in connections:
+        # A handler that uses Django's ORM can hang at this mutex, without dblocks.
+        vars(connections[alias])["_thread_sharing_lock"] = threading.RLock()
+    try:
+        PROGRAMS[program](**arguments)
+    finally:
+        connections.close_all()
+
+
+def main() -> None:
+    """Fork one process after another, until there are no more words."""
     django.setup()
     for alias, name in json.loads(os.environ["DBLOCKS_TEST_NAMES"]).items():
         connections.settings[alias]["NAME"] = name
-        # A handler that uses Django's ORM can hang at this mutex, without dblocks.
-        vars(connections[alias])["_thread_sharing_lock"] = threading.RLock()
-    program, arguments = sys.argv[1:]
-    try:
-        PROGRAMS[program](**json.loads(arguments))
-    finally:
-        connections.close_all()
+    for line in sys.stdin:
+        told = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            with Path(told["errors"]).open("wb") as errors:
+                os.dup2(errors.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+            perform(told["program"], told["with"])
+            return
+        signal.signal(signal.SIGALRM, lambda *_, pid=pid: os.kill(pid, signal.SIGKILL))
+        signal.alarm(PROGRAM)
+        _, status = os.waitpid(pid, 0)
+        signal.alarm(0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
