@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+#: The first takes half as much of a processor, as it has no windows of its own to draw.
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 #: The system's; without one, Playwright runs its own.
-EXECUTABLE = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-    None,
-)
+EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
 
 # A closed network is tried again and again by what runs in the background.
 ARGUMENTS = [
