@@ -120,10 +120,24 @@ class Attempt(Claim):
         self.reentered = answer.again
         (answer,), sent = self.in_time([answer], request.sent)
         hold = Hold(self, answer, sent, self.backend.binding())
+        if not hold.is_live() and (seen := self._had_since(hold)) is not None:
+            return seen
         if hold.permit is not None:
             _note_permit(self.backend, self.key, hold.permit)
         scheduler.watch(hold)
         return hold
+
+    def _had_since(self, hold: Hold) -> Reading | None:
+        """Return who has the key instead, if it was lost before the answer came.
+
+        ``None`` also if nobody has it, and there is no time left to ask again.
+        """
+        seen = self.backend.look(self.row_keys)
+        is_over = seen.remaining <= 0 and clock.monotonic() >= self.give_up
+        if is_over or hold.grant.owner in seen.owners:
+            return None
+        hold.leave_gate()
+        return seen
 
     def in_time(
         self, grants: Sequence[Granted], sent: float

@@ -15,6 +15,7 @@ from dblocks import Lease, distributed_lock
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from tests.support.factories import stored
+from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, always, eventually, scaled, starved
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -69,6 +70,32 @@ def test_answer_to_an_acquire(late: dict[str, Delay], key: str) -> None:
     assert 0 < lease.remaining() <= length - DELAY
     assert not believes_too_much(lease)
     assert lease.release()
+
+
+@pytest.mark.parametrize("timeout", [0, DEADLINE])
+def test_grant_that_others_have_had_since(
+    late: dict[str, Delay], key: str, other: OtherThread, timeout: float
+) -> None:
+    """Who learns of a grant when somebody else has the key goes on waiting."""
+    theirs: list[Lease] = []
+
+    def delay() -> None:
+        late.clear()
+        lock = distributed_lock(key, lease=scaled(30))
+        theirs.append(other.do(lock.acquire, timeout=DEADLINE))
+        threading.Timer(0.3, lambda: other.do(theirs[0].release)).start()
+
+    late["try_acquire"] = delay
+    lease = distributed_lock(key, lease=scaled(0.5)).try_acquire(timeout=timeout)
+    assert theirs
+    if timeout:
+        assert lease is not None
+        assert lease.fencing_token > theirs[0].fencing_token
+        lease.check()
+        lease.release()
+    else:
+        assert lease is None
+        eventually(lambda: not theirs[0].held)
 
 
 def test_answer_to_a_re_entry(late: dict[str, Delay], key: str) -> None:
