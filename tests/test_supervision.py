@@ -791,6 +791,55 @@ def test_sentinel_that_came_first(
     assert run(key, "--lease", "1.5", "--", "sh", "-c", script) == 76
 
 
+STANDS_STILL = """
+import select, sys, time
+sys.path.insert(0, sys.argv[1])
+import sentinel
+
+class Looks:
+    @staticmethod
+    def select(*arguments):
+        found = select.select(*arguments)
+        if not found[0] and not Looks.stood:
+            Looks.stood = True
+            time.sleep(1.5)
+        return found
+
+    stood = False
+
+sentinel.select = Looks
+sentinel.main()
+"""
+
+
+def test_sentinel_that_stood_still() -> None:
+    """It looks for a new order before it heeds the old one's moments."""
+    place = str(ROOT / "dblocks" / "supervision")
+    with (
+        subprocess.Popen(["sleep", "60"], start_new_session=True) as command,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", STANDS_STILL, place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.read(1)
+            soon, late = now() + 1, now() + 2 * DEADLINE
+            process.stdin.write(f"{command.pid} {soon} {soon}\n".encode())
+            time.sleep(0.7)
+            process.stdin.write(f"{command.pid} {late} {late}\n".encode())
+            always(lambda: command.poll() is None, during=2.0)
+            process.stdin.close()
+            assert command.wait(DEADLINE) == -signal.SIGKILL
+        finally:
+            command.kill()
+            process.kill()
+
+
 def test_dead_sentinel_is_replaced(commands: Commands, key: str) -> None:
     """A sentinel that was killed is replaced, and the new one does its work."""
     file = commands.file()

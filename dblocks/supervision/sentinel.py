@@ -53,20 +53,23 @@ def main(orders: int = 0, ready: int = 1) -> None:
     os.write(ready, READY)
     group, buffer = 0, b""
     term_at = kill_at = float("inf")
-    while now() < kill_at:
-        if now() >= term_at:
+    while True:
+        # Before it looks for orders: one that comes during a standstill counts first.
+        at = now()
+        timeout = max(0.0, min(term_at, kill_at, at + MAX_SLEEP) - at)
+        if select.select([orders], [], [], timeout)[0]:
+            data = os.read(orders, 65536)
+            if not data:
+                break
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                group = int(line.split()[0])
+                term_at, kill_at = map(float, line.split()[1:])
+        elif at >= kill_at:
+            break
+        elif at >= term_at:
             term_at = float("inf")
             terminate(group)
-        timeout = max(0.0, min(term_at - now(), kill_at - now(), MAX_SLEEP))
-        if not select.select([orders], [], [], timeout)[0]:
-            continue
-        data = os.read(orders, 65536)
-        if not data:
-            break
-        *lines, buffer = (buffer + data).split(b"\n")
-        for line in lines:
-            group = int(line.split()[0])
-            term_at, kill_at = map(float, line.split()[1:])
     until = now() + PATIENCE
     while group and send(group, signal.SIGKILL) and now() < until:
         time.sleep(0.02)
