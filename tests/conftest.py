@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import warnings
 
@@ -44,6 +45,12 @@ def heed_signals() -> None:
     for number in (signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what stays until the end, over and over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
