@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -867,7 +868,10 @@ def test_terms_that_an_engine_refuses(
 
 
 def test_migrate_under_an_engine(
-    engine: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+    engine: list[str],
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """No table is made for a lock that isn't in one."""
 
@@ -876,7 +880,11 @@ def test_migrate_under_an_engine(
 
     monkeypatch.setattr(run_locked, "make_tables", make_tables)
     monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "tests.settings")
+    # As from there, else the child would be a pytest that is asked for help.
+    spec = find_spec("tests.support.manage")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
     assert run(key, *engine, "--django", "--", "migrate", "--help") == 0
+    assert "usage: manage.py migrate" in capfd.readouterr().out
 
 
 # Many at once
