@@ -26,9 +26,8 @@ from .backends.base import BaseBackend
 from .backends.database import transactions
 from .exceptions import LeaseLost
 from .holding.holds import RELEASED, Hold
-from .holding.sets import log_lapse
+from .holding.sets import give_back, log_lapse
 from .waiting.threads import call_in_thread
-from .waiting.together import give_back
 
 if TYPE_CHECKING:
     from .leases import Lease

@@ -24,13 +24,14 @@ from .decorators.functions import LeaseCalls
 from .exceptions import LockTimeout
 from .holding import owners
 from .holding.holds import Hold, terms
+from .holding.sets import give_back
 from .lease_blocks import LeaseBlock, sync_only
 from .leases import Lease, Leases
 from .permits import row_keys
 from .validation import UNSET, Key, OnLocked, Unset
 from .waiting.attempt import Attempt
 from .waiting.threads import call_in_thread
-from .waiting.together import Refused, aget_all, get_all, give_back
+from .waiting.together import Refused, aget_all, get_all
 
 logger = logging.getLogger("dblocks")
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,9 +26,9 @@ from dblocks import Lease, Lock, LockTimeout, distributed_lock
 from dblocks.backends.database import dialects, execution, own_connections, table
 from dblocks.backends.database.file_locks import gates_in_use
 from dblocks.conf import backends
+from dblocks.holding.sets import give_back
 from dblocks.models import DistributedLock
 from dblocks.permits import row_keys
-from dblocks.waiting.together import give_back
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, SLACK, always, scaled, takes
@@ -294,6 +295,37 @@ def test_passing_error_in_acquire(
     assert lease.fencing_token == first.fencing_token + 1
     assert stored(key).hold_count == 1
     assert lease.release() is True
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("timeout", [0, DEADLINE])
+@pytest.mark.parametrize("owner", [None, "me"])
+def test_grant_that_is_over_when_its_answer_comes(
+    key: str, times: int, timeout: float, owner: str | None
+) -> None:
+    """Nobody gets it: the key is asked for again, and once more if there is time."""
+    lock = distributed_lock(key, lease=scaled(0.5), owner=owner)
+    with lock as first:
+        pass
+    late = [scaled(1)] * times
+
+    def slow(execute: Any, sql: str, *rest: Any) -> Any:
+        result = execute(sql, *rest)
+        if late and "hold_count = 1" in sql:
+            time.sleep(late.pop())
+        return result
+
+    with connection.execute_wrapper(slow):
+        lease = lock.try_acquire(timeout=timeout)
+    assert not late
+    if timeout == 0 and times == 2:
+        assert lease is None
+        return
+    assert lease is not None
+    lease.check()
+    assert lease.fencing_token == first.fencing_token + times + 1
+    assert stored(key).hold_count == 1
+    assert lease.release()
 
 
 COLLISIONS = [

@@ -72,6 +72,16 @@ def undo_together(holds: list[Hold]) -> None:
             work.callback(lambda: _undo(unused))
 
 
+def give_back(holds: list[Hold]) -> bool:
+    """Undo acquisitions that nobody receives; ``False`` if they are left to lapse."""
+    try:
+        undo_together(holds)
+    except Exception as error:
+        log_lapse(holds, error)
+        return False
+    return True
+
+
 def log_lapse(holds: list[Hold], error: BaseException) -> None:
     """Say that grants could not be released."""
     for hold in holds:

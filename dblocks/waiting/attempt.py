@@ -16,6 +16,7 @@ from ..backends.values import FOREVER, Granted, Reading, Renewal, Request
 from ..holding.holds import Claim, Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
+from ..holding.sets import give_back
 from ..permits import row_keys
 
 MOST_NOTED = 1000
@@ -113,6 +114,16 @@ class Attempt(Claim):
                 seen = self._seen_in_test(latest)
                 if seen is not None:
                     return seen
+        found = self._ask(gate, patience)
+        if found is None:
+            # Very likely it is free, and that is no time-out.
+            found = self._ask(gate, 0.0) or Reading()
+        if isinstance(found, Hold) and found.permit is not None:
+            _note_permit(self.backend, self.key, found.permit)
+        return found
+
+    def _ask(self, gate: Gate | None, patience: float) -> Hold | Reading | None:
+        """Return what the engine says; ``None`` if it granted what is over by now."""
         request = self.request(gate)
         answer = self.backend.try_acquire(request, patience)
         if isinstance(answer, Reading):
@@ -120,24 +131,12 @@ class Attempt(Claim):
         self.reentered = answer.again
         (answer,), sent = self.in_time([answer], request.sent)
         hold = Hold(self, answer, sent, self.backend.binding())
-        if not hold.is_live() and (seen := self._had_since(hold)) is not None:
-            return seen
-        if hold.permit is not None:
-            _note_permit(self.backend, self.key, hold.permit)
         scheduler.watch(hold)
-        return hold
-
-    def _had_since(self, hold: Hold) -> Reading | None:
-        """Return who has the key instead, if it was lost before the answer came.
-
-        ``None`` also if nobody has it, and there is no time left to ask again.
-        """
-        seen = self.backend.look(self.row_keys)
-        is_over = seen.remaining <= 0 and clock.monotonic() >= self.give_up
-        if is_over or hold.grant.owner in seen.owners:
-            return None
-        hold.leave_gate()
-        return seen
+        if hold.is_live():
+            return hold
+        # This process or the engine stood still: others may have had it since.
+        give_back([hold])
+        return None
 
     def in_time(
         self, grants: Sequence[Granted], sent: float

@@ -19,7 +19,7 @@ from ..backends.values import Reading, Taken
 from ..holding.holds import Hold
 from ..holding.registry import registry
 from ..holding.renewal import scheduler
-from ..holding.sets import log_lapse, undo_together
+from ..holding.sets import give_back
 from .attempt import Attempt
 from .queue import queues
 from .steps import InEventLoop, InThread, run
@@ -71,16 +71,6 @@ def _undo(found: Any) -> None:
         give_back([found])
     elif isinstance(found, list):
         give_back(found)
-
-
-def give_back(holds: list[Hold]) -> bool:
-    """Undo acquisitions that nobody receives; ``False`` if they are left to lapse."""
-    try:
-        undo_together(holds)
-    except Exception as error:
-        log_lapse(holds, error)
-        return False
-    return True
 
 
 class _Together:

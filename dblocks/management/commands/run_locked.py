@@ -18,11 +18,12 @@ from django.core.management.base import CommandError, CommandParser
 from ...backends.values import Reading
 from ...exceptions import LockError
 from ...holding import news, owners
+from ...holding.sets import give_back
 from ...leases import Lease, Leases
 from ...waiting import queue
 from ...waiting.attempt import Attempt
 from ...waiting.steps import InThread, run
-from ...waiting.together import Refused, get_all_in, give_back
+from ...waiting.together import Refused, get_all_in
 from .. import run_plan, statuses
 from ..first_deploy import make_tables
 from ..parsing import LockCommand, Parser
