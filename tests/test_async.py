@@ -26,6 +26,7 @@ from dblocks.models import DistributedLock
 from dblocks.waiting import queue, wait
 from tests.support import asgi
 from tests.support.fixtures import OtherThread, in_memory
+from tests.support.processes import Workers
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled
 from tests.test_ownership import run
 
@@ -368,6 +369,36 @@ def test_first_one_is_stuck(
     blocked.result(timeout=DEADLINE)
 
 
+@pytest.mark.usefixtures("committed")
+def test_first_one_is_stuck_when_the_time_is_over(
+    lock: Locks,
+    key: str,
+    workers: Workers,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits behind it asks, and finds the key free: old news are no answer."""
+    monkeypatch.setattr(queue, "NEWS", 0.2)
+    holder = workers.start("hold", key=key, backend=lock().backend)
+    holder.expect("held")
+    waiting, leave = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
+        await asyncio.sleep(0.3)
+        waiting.set()
+        assert leave.wait(2 * DEADLINE)
+        await (await task).arelease()
+
+    blocked = other.start(run, block())
+    assert waiting.wait(DEADLINE)
+    holder.tell("release")
+    holder.expect("released")
+    lock().acquire(timeout=2.5).release()
+    leave.set()
+    blocked.result(timeout=DEADLINE)
+
+
 def test_first_one_after_a_standstill(
     lock: Locks, acquire: Leases, other: OtherThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,25 +432,28 @@ def test_first_one_whose_answer_does_not_come(
     other: OtherThread,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is passed by, and the others keep their order."""
+    """It is passed by: the others don't wait for the engine's answer to it."""
     monkeypatch.setattr(wait, "MAX_PAUSE", 0.3)
     lease = other.do(acquire)
     served: list[int] = []
-    kind = type(backends[backend])
-    look, hang = kind.look, [2.5]
+    kind, hangs, all_others = type(backends[backend]), [True], threading.Event()
+    look = kind.look
 
     def hang_once(*arguments: Any) -> Reading:
         with suppress(IndexError):
-            time.sleep(hang.pop())
+            hangs.pop()
+            assert all_others.wait(DEADLINE)
         return look(*arguments)
 
     async def visit(number: int) -> None:
         async with lock(timeout=2 * DEADLINE):
             served.append(number)
+        if len(served) == 5:
+            all_others.set()
 
     async def main() -> None:
         visits = []
-        for number in range(9):
+        for number in range(6):
             visits.append(asyncio.create_task(visit(number)))
             await asyncio.sleep(0.05)
         monkeypatch.setattr(kind, "look", hang_once)
@@ -428,8 +462,41 @@ def test_first_one_whose_answer_does_not_come(
         await asyncio.gather(*visits)
 
     run(main())
-    assert not hang
-    assert [number for number in served if number] == [*range(1, 9)]
+    assert not hangs
+    assert sorted(served) == [*range(6)]
+
+
+def test_order_after_one_is_passed_by() -> None:
+    """The next one comes instead, not who noticed; and the first, when it is back."""
+    line = queue.WaitQueue()
+    first, second, third = waiting = [queue.Waiter() for _ in range(3)]
+    line.waiters.extend(waiting)
+    line.pass_by_first(third)
+    assert line.is_first(second)
+    assert second.wait(0)
+    line.waiters.remove(second)
+    assert line.is_first(third)
+    first.wait(0)
+    assert line.is_first(first)
+
+
+def test_order_after_a_blocked_event_loop_is_passed_by() -> None:
+    """All its tasks are passed by, but only where it isn't the loop that goes on."""
+    line = queue.WaitQueue()
+
+    async def join() -> list[queue.Waiter]:
+        return [queue.Waiter() for _ in range(2)]
+
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    (first, second), (third, _) = [loop.run_until_complete(join()) for loop in loops]
+    line.waiters.extend([first, second, third])
+    line.pass_by_first(second)
+    assert line.is_first(second)
+    first.is_passed_by = False
+    line.pass_by_first(third)
+    assert line.is_first(third)
+    for loop in loops:
+        loop.close()
 
 
 def test_hundreds_time_out(

@@ -6,7 +6,8 @@ import asyncio
 import random
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from .. import clock, forks
@@ -113,10 +114,21 @@ class WaitQueue:
         self.waiters: deque[Waiter] = deque()
         self._seen: tuple[Reading, float] | None = None
         self._good_until = 0.0
+        #: One entry for each waiter whose question the engine hasn't answered yet.
+        self._asking: list[None] = []
         #: Until when the first one has shown that it does something, or sleeps.
         self._active_until = clock.monotonic()
         #: This process has released the key, and nobody has asked for it since.
         self._unasked = False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Note, in the thread that asks the engine, that the answer is to come."""
+        self._asking.append(None)
+        try:
+            yield
+        finally:
+            self._asking.pop()
 
     def saw(self, reading: Reading) -> None:
         """Note what the engine said of the key."""
@@ -156,15 +168,15 @@ class WaitQueue:
     def last_answer(self, give_up: float) -> Reading | None:
         """Return the latest reading for a waiter whose time is over.
 
-        However old it is: hundreds must not ask an engine that doesn't answer the
-        first. ``None`` if the lease that it tells of has ended since: whether somebody
-        still has the key only the engine knows, if it can be reached.
+        While somebody asks, however old it is: hundreds must not ask an engine that
+        doesn't answer. ``None`` if the lease that it tells of has ended since: whether
+        somebody still has the key only the engine knows, if it can be reached.
         """
-        if self._seen is None:
+        if self._seen is None or not (self._asking or self.last_seen(give_up)):
             return None
         reading, at = self._seen
         left = reading.remaining - (clock.monotonic() - at)
-        if left <= 0 and (reading.remaining > 0 or self.last_seen(give_up) is None):
+        if left <= 0 < reading.remaining:
             return None
         return replace(reading, remaining=left)
 

@@ -105,11 +105,6 @@ def _overtakes(attempt: Attempt) -> bool:
     )
 
 
-def _enter(gate: Gate, seconds: float) -> Gate:
-    gate.enter(seconds)
-    return gate
-
-
 def _is_held(gate: Gate | None) -> bool:
     return gate is not None and gate.held
 
@@ -123,6 +118,7 @@ class _Wait:
         self.backend = attempt.backend
         self.key = attempt.key
         self.waiter = Waiter()
+        self.queue: WaitQueue
 
     async def get(self, seen: Reading | None) -> Hold | Reading:
         """Wait until the key is taken, or the time is over."""
@@ -139,8 +135,8 @@ class _Wait:
         """Do so among those who wait in this process."""
         place = self.backend, self.key, self.attempt.permits
         try:
-            queue = queues.join(*place, self.waiter)
-            return await self._stand(queue, seen)
+            self.queue = queues.join(*place, self.waiter)
+            return await self._stand(seen)
         finally:
             try:
                 queues.leave(*place, self.waiter)
@@ -149,35 +145,35 @@ class _Wait:
                 queues.leave(*place, self.waiter)
                 raise
 
-    async def _stand(self, queue: WaitQueue, seen: Reading | None) -> Hold | Reading:
+    async def _stand(self, seen: Reading | None) -> Hold | Reading:
         """Wait to be first in this process, then for the key."""
         attempt = self.attempt
         if seen is not None:
-            queue.saw(seen)
-        await self._until_first(queue, seen)
+            self.queue.saw(seen)
+        await self._until_first(seen)
         if attempt.owner is not None and attempt.had_to_wait:
             # Its owner may have got the key meanwhile.
             seen = None
         elif seen is None and clock.monotonic() >= attempt.give_up:
             # Its time is over: what the first waiter has seen is true for all.
-            seen = queue.last_answer(attempt.give_up)
+            seen = self.queue.last_answer(attempt.give_up)
         if seen is None:
             if attempt.owner is not None or not attempt.held_here():
-                found = await self.place.call(attempt.make)
+                found = await self.place.call(partial(self._make, None))
                 if isinstance(found, Hold):
                     return found
                 seen = found
             else:
                 seen = await self.place.call(self._read)
             # At once: others may have no time left to wait for what follows.
-            queue.saw(seen)
+            self.queue.saw(seen)
         gate: Gate | None = None
-        if queue.is_first(self.waiter):
+        if self.queue.is_first(self.waiter):
             # In the thread whose connection says whether there may be a gate.
             request = attempt.request()
             gate = await self.place.call(partial(self.backend.gate, request))
         try:
-            found = await self._look(queue, seen, gate)
+            found = await self._look(seen, gate)
             # Another permit may already be free for the next waiter.
             is_one = self.attempt.permits == 1
             if is_one and isinstance(found, Hold) and found.keep_gate(gate):
@@ -187,8 +183,9 @@ class _Wait:
             if gate is not None:
                 gate.leave()
 
-    async def _until_first(self, queue: WaitQueue, seen: Reading | None) -> None:
+    async def _until_first(self, seen: Reading | None) -> None:
         """Wait for this waiter's turn, or for an answer if its time is over first."""
+        queue = self.queue
         explicit, give_up = self.attempt.owner, self.attempt.give_up
         longest = MAX_PAUSE if explicit is None else LONGEST_PAUSE
         pauses, doubts = SHARED, 0
@@ -219,18 +216,25 @@ class _Wait:
 
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
-        return self.backend.look(self.attempt.row_keys, left)
+        with self.queue.asking():
+            return self.backend.look(self.attempt.row_keys, left)
 
     def _make(self, gate: Gate | None) -> Hold | Reading:
-        found = self.attempt.make(gate)
+        with self.queue.asking():
+            found = self.attempt.make(gate)
         # In the same step: a task that is cancelled in a later one keeps the key.
         if isinstance(found, Hold) and gate is not None and gate.shows_waiter:
             gate.show_waiter(False)
         return found
 
-    async def _look(
-        self, queue: WaitQueue, seen: Reading, gate: Gate | None
-    ) -> Hold | Reading:
+    def _enter(self, gate: Gate, seconds: float) -> Gate:
+        # In the thread that sleeps: the event loop may be blocked when it wakes.
+        self.queue.sleeps(seconds)
+        gate.enter(seconds)
+        self.queue.wakes()
+        return gate
+
+    async def _look(self, seen: Reading, gate: Gate | None) -> Hold | Reading:
         """Look at the key until it is free and an attempt succeeds."""
         attempt = self.attempt
         attempt.had_to_wait = True
@@ -253,13 +257,13 @@ class _Wait:
             # Somebody has let this waiter in, and the key is very likely free.
             try:
                 known_for = now - known_since
-                let_in = await self._pause(queue, seen, gate, until, known_for)
+                let_in = await self._pause(seen, gate, until, known_for)
             except GateClosed:
                 gate = None
                 continue
             if not let_in:
                 seen = await self.place.call(self._read)
-                queue.saw(seen)
+                self.queue.saw(seen)
             is_free = seen.remaining <= 0 and not self._yields(seen, gate)
             if let_in or is_free or seen.is_had_by(attempt.owner):
                 overdue = not let_in and seen.remaining <= -PINNED_GRACE
@@ -271,7 +275,7 @@ class _Wait:
                 if isinstance(found, Hold):
                     return found
                 seen = found
-                queue.saw(seen)
+                self.queue.saw(seen)
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
 
@@ -292,7 +296,6 @@ class _Wait:
 
     async def _pause(
         self,
-        queue: WaitQueue,
         seen: Reading,
         gate: Gate | None,
         until: float,
@@ -314,9 +317,7 @@ class _Wait:
                 # After that, nobody yields to a gate whose owner does not come.
                 wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
-                queue.sleeps(wait)
-                await self.place.call(partial(_enter, gate, wait))
-                queue.wakes()
+                await self.place.call(partial(self._enter, gate, wait))
                 waited = clock.monotonic() - now > LOOK_EVERY
                 return _is_held(gate) and (waited or is_bell)
         alone = _is_held(gate)
