@@ -723,7 +723,7 @@ def test_cooling(
     together: Together, names: list[str], free: Callable[..., bool]
 ) -> None:
     """What was held and is given back early cools."""
-    with together(hold_at_least=0.5):
+    with together(hold_at_least=2):
         pass
     assert not free(names[1])
     eventually(lambda: free(*names), what="the end of cooling")
