@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -397,6 +398,48 @@ def test_first_one_is_stuck_when_the_time_is_over(
     lock().acquire(timeout=2.5).release()
     leave.set()
     blocked.result(timeout=DEADLINE)
+
+
+def test_news_in_an_event_loop_that_lags(
+    backend: str,
+    key: str,
+    lock: Locks,
+    acquire: Leases,
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it passes on late is not taken for new: the key was released meanwhile."""
+    monkeypatch.setattr(queue, "NEWS", 0.1)
+    lease = other.do(acquire)
+    kind = type(backends[backend])
+    look, asked, blocked, told = kind.look, *[threading.Event() for _ in range(3)]
+
+    def look_once_blocked(*arguments: Any) -> Reading:
+        asked.set()
+        assert blocked.wait(DEADLINE)
+        seen = look(*arguments)
+        told.set()
+        return seen
+
+    async def main() -> None:
+        task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
+        await asyncio.sleep(0.3)
+        monkeypatch.setattr(kind, "look", look_once_blocked)
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        blocked.set()
+        assert told.wait(DEADLINE)
+        time.sleep(0.3)
+        other.do(lease.release)
+        line = queue.queues.find(backends[backend], key)
+        assert line is not None
+        for _turn in range(3):
+            await asyncio.sleep(0)
+            news = line.last_seen(math.inf)
+            assert news is None or not news.is_had_by(lease.owner)
+        await (await task).arelease()
+
+    run(main())
 
 
 def test_first_one_after_a_standstill(

@@ -165,8 +165,6 @@ class _Wait:
                 seen = found
             else:
                 seen = await self.place.call(self._read)
-            # At once: others may have no time left to wait for what follows.
-            self.queue.saw(seen)
         gate: Gate | None = None
         if self.queue.is_first(self.waiter):
             # In the thread whose connection says whether there may be a gate.
@@ -217,13 +215,18 @@ class _Wait:
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
         with self.queue.asking():
-            return self.backend.look(self.attempt.row_keys, left)
+            seen = self.backend.look(self.attempt.row_keys, left)
+        # In the thread that asks: an event loop that lags passes old news on as new.
+        self.queue.saw(seen)
+        return seen
 
     def _make(self, gate: Gate | None) -> Hold | Reading:
         with self.queue.asking():
             found = self.attempt.make(gate)
         # In the same step: a task that is cancelled in a later one keeps the key.
-        if isinstance(found, Hold) and gate is not None and gate.shows_waiter:
+        if isinstance(found, Reading):
+            self.queue.saw(found)
+        elif gate is not None and gate.shows_waiter:
             gate.show_waiter(False)
         return found
 
@@ -263,7 +266,6 @@ class _Wait:
                 continue
             if not let_in:
                 seen = await self.place.call(self._read)
-                self.queue.saw(seen)
             is_free = seen.remaining <= 0 and not self._yields(seen, gate)
             if let_in or is_free or seen.is_had_by(attempt.owner):
                 overdue = not let_in and seen.remaining <= -PINNED_GRACE
@@ -275,7 +277,6 @@ class _Wait:
                 if isinstance(found, Hold):
                     return found
                 seen = found
-                self.queue.saw(seen)
             if seen.version != known:
                 known, known_since = seen.version, clock.monotonic()
 
