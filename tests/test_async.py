@@ -93,17 +93,59 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     return opened
 
 
+HoldUp = Callable[[str, Callable[[], object]], None]
+
+
 @pytest.fixture
-def slow(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every look at a key take half a second."""
+def hold_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> HoldUp:
+    """Do something each time before the engine is asked, by the verb's name."""
     kind = type(backends[backend])
-    look = kind.look
 
-    def look_slowly(*arguments: Any) -> Reading:
-        time.sleep(0.5)
-        return look(*arguments)
+    def hold_up(verb: str, first: Callable[[], object]) -> None:
+        original = getattr(kind, verb)
 
-    monkeypatch.setattr(kind, "look", look_slowly)
+        def ask(*arguments: Any) -> Any:
+            first()
+            return original(*arguments)
+
+        monkeypatch.setattr(kind, verb, ask)
+
+    return hold_up
+
+
+@pytest.fixture
+def slow(hold_up: HoldUp) -> None:
+    """Let every look at a key take half a second."""
+    hold_up("look", partial(time.sleep, 0.5))
+
+
+Block = Callable[[], Callable[[], None]]
+
+
+@pytest.fixture
+def block(lock: Locks, other: OtherThread) -> Block:
+    """Let a task wait for the key whose event loop is then blocked; return its end."""
+
+    def block() -> Callable[[], None]:
+        waiting, leave = threading.Event(), threading.Event()
+
+        async def main() -> None:
+            task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
+            await asyncio.sleep(0.3)
+            waiting.set()
+            assert leave.wait(2 * DEADLINE)
+            await (await task).arelease()
+
+        blocked = other.start(run, main())
+        assert waiting.wait(DEADLINE)
+
+        def unblock() -> None:
+            leave.set()
+            blocked.result(timeout=DEADLINE)
+
+        return unblock
+
+    return block
 
 
 class Inside:
@@ -314,21 +356,18 @@ def test_hundreds_wait(
 
 
 def test_hundreds_wait_where_attempts_take_long(
-    backend: str, lock: Locks, opened: Open, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    lock: Locks,
+    opened: Open,
+    hold_up: HoldUp,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor do those who look whether the first is stuck when it has just become first.
 
     Between a release and the answer to the next one there is nothing to be seen.
     """
     monkeypatch.setattr(wait, "MAX_PAUSE", 0.5)
-    kind = type(backends[backend])
-    try_acquire = kind.try_acquire
-
-    def try_slowly(*arguments: Any) -> Any:
-        time.sleep(0.02)
-        return try_acquire(*arguments)
-
-    monkeypatch.setattr(kind, "try_acquire", try_slowly)
+    hold_up("try_acquire", partial(time.sleep, 0.02))
     main, inside = waiters(lock, 100, timeout=2 * DEADLINE)
     assert run(main(opened, asyncio.sleep(0))) == [None] * 100
     assert inside.entries == 100
@@ -338,36 +377,26 @@ def test_hundreds_wait_where_attempts_take_long(
 def test_first_one_is_stuck(
     lock: Locks,
     acquire: Leases,
-    other: OtherThread,
+    block: Block,
     threads: Callable[[], OtherThread],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those who wait behind a task whose event loop is blocked pass it by."""
     monkeypatch.setattr(wait, "MAX_PAUSE", 0.5)
     lease = acquire()
-    waiting, leave = threading.Event(), threading.Event()
-
-    async def block() -> None:
-        task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
-        await asyncio.sleep(0.3)
-        waiting.set()
-        assert leave.wait(2 * DEADLINE)
-        await (await task).arelease()
 
     def visit() -> None:
         with lock(timeout=DEADLINE):
             pass
 
-    blocked = other.start(run, block())
-    assert waiting.wait(DEADLINE)
+    unblock = block()
     visits = [threads().start(visit) for _ in range(3)]
     lease.release()
     try:
         for each in visits:
             each.result(timeout=DEADLINE)
     finally:
-        leave.set()
-    blocked.result(timeout=DEADLINE)
+        unblock()
 
 
 @pytest.mark.usefixtures("committed")
@@ -375,29 +404,20 @@ def test_first_one_is_stuck_when_the_time_is_over(
     lock: Locks,
     key: str,
     workers: Workers,
-    other: OtherThread,
+    block: Block,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who waits behind it asks, and finds the key free: old news are no answer."""
     monkeypatch.setattr(queue, "NEWS", 0.2)
     holder = workers.start("hold", key=key, backend=lock().backend)
     holder.expect("held")
-    waiting, leave = threading.Event(), threading.Event()
-
-    async def block() -> None:
-        task = asyncio.create_task(lock().aacquire(timeout=2 * DEADLINE))
-        await asyncio.sleep(0.3)
-        waiting.set()
-        assert leave.wait(2 * DEADLINE)
-        await (await task).arelease()
-
-    blocked = other.start(run, block())
-    assert waiting.wait(DEADLINE)
+    unblock = block()
     holder.tell("release")
     holder.expect("released")
-    lock().acquire(timeout=2.5).release()
-    leave.set()
-    blocked.result(timeout=DEADLINE)
+    try:
+        lock().acquire(timeout=2.5).release()
+    finally:
+        unblock()
 
 
 def test_news_in_an_event_loop_that_lags(
@@ -469,24 +489,22 @@ def test_first_one_after_a_standstill(
 
 
 def test_first_one_whose_answer_does_not_come(
-    backend: str,
     lock: Locks,
     acquire: Leases,
     other: OtherThread,
+    hold_up: HoldUp,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is passed by: the others don't wait for the engine's answer to it."""
     monkeypatch.setattr(wait, "MAX_PAUSE", 0.3)
     lease = other.do(acquire)
     served: list[int] = []
-    kind, hangs, all_others = type(backends[backend]), [True], threading.Event()
-    look = kind.look
+    hangs, all_others = [True], threading.Event()
 
-    def hang_once(*arguments: Any) -> Reading:
+    def hang_once() -> None:
         with suppress(IndexError):
             hangs.pop()
             assert all_others.wait(DEADLINE)
-        return look(*arguments)
 
     async def visit(number: int) -> None:
         async with lock(timeout=2 * DEADLINE):
@@ -499,7 +517,7 @@ def test_first_one_whose_answer_does_not_come(
         for number in range(6):
             visits.append(asyncio.create_task(visit(number)))
             await asyncio.sleep(0.05)
-        monkeypatch.setattr(kind, "look", hang_once)
+        hold_up("look", hang_once)
         await asyncio.sleep(0.3)
         await lease.arelease()
         await asyncio.gather(*visits)
@@ -580,21 +598,20 @@ def test_hundreds_time_out_at_a_server_that_stands_still(
     opened: Open,
     acquire: Leases,
     other: OtherThread,
+    hold_up: HoldUp,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor when the first has no answer for long: what it was told before is true."""
     monkeypatch.setattr(queue, "NEWS", 0.1)
     other.do(acquire, note="the import")
     main, _ = waiters(lock, 200, timeout=1)
-    kind = type(backends[backend])
-    look, hang = kind.look, [3.0, 0.0]
+    hang = [3.0, 0.0]
 
-    def hang_the_second_time(*arguments: Any) -> Reading:
+    def hang_the_second_time() -> None:
         with suppress(IndexError):
             time.sleep(hang.pop())
-        return look(*arguments)
 
-    monkeypatch.setattr(kind, "look", hang_the_second_time)
+    hold_up("look", hang_the_second_time)
     results = run(main(opened, asyncio.sleep(0)))
     assert not hang
     assert {type(result) for result in results} == {LockTimeout}
@@ -608,24 +625,21 @@ def test_hundreds_time_out_where_the_event_loop_lags(
     opened: Open,
     acquire: Leases,
     other: OtherThread,
-    monkeypatch: pytest.MonkeyPatch,
+    hold_up: HoldUp,
 ) -> None:
     """Nor if the first one's answer comes in time, and the event loop lags behind."""
     other.do(acquire, note="the import")
     main, _ = waiters(lock, 200, timeout=0.2)
-    kind = type(backends[backend])
-    look = kind.look
     loops: list[asyncio.AbstractEventLoop] = []
 
-    def look_while_the_loop_lags(*arguments: Any) -> Reading:
+    def let_the_loop_lag() -> None:
         if loops:
             loops.pop().call_soon_threadsafe(time.sleep, 2)
         time.sleep(0.5)
-        return look(*arguments)
 
     async def lagging() -> list[Any]:
         loops.append(asyncio.get_running_loop())
-        monkeypatch.setattr(kind, "look", look_while_the_loop_lags)
+        hold_up("look", let_the_loop_lag)
         results: list[Any] = await main(opened, asyncio.sleep(0))
         return results
 
