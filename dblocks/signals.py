@@ -20,6 +20,7 @@ from .permits import apart
 from .texts import visible
 
 if TYPE_CHECKING:
+    from .backends.values import Described
     from .holding.holds import Hold
     from .waiting.attempt import Attempt
 
@@ -93,10 +94,6 @@ def log_timeout(error: LockTimeout, waited: float) -> None:
         error.permit,
         waited,
     )
-
-
-Described = tuple[str, str, "int | None"]
-"""Owner, holder and token of a grant."""
 
 
 def log_request(row_key: str, grant: Described, *, by: object, reason: str) -> None:

@@ -18,6 +18,7 @@ from .gates import Gate
 from .values import (
     UNBOUND,
     Binding,
+    Described,
     Entry,
     Grant,
     Granted,
@@ -272,7 +273,7 @@ class BaseBackend(ABC):
 
     def end_grant(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int | None] | None:
+    ) -> Described | None:
         """Free a row that was held for ``age`` seconds, with this version or any.
 
         Returns:
@@ -302,9 +303,7 @@ class BaseBackend(ABC):
         log_request(row_key, asked, **how)
         return True
 
-    def ask_holder(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int | None] | None:
+    def ask_holder(self, row_key: str, version: int | None) -> Described | None:
         """Record that somebody asks for a row that is held, with this version or any.
 
         Returns:

@@ -17,6 +17,7 @@ from .base import BaseBackend
 from .messages import warning
 from .values import (
     FOREVER,
+    Described,
     Entry,
     Grant,
     Granted,
@@ -191,7 +192,7 @@ class LocMemBackend(BaseBackend):
 
     def end_grant(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int | None] | None:
+    ) -> Described | None:
         with self._table.mutex:
             now = clock.monotonic()
             row = self._table.row(row_key)
@@ -205,9 +206,7 @@ class LocMemBackend(BaseBackend):
             )
         return row.owner, row.holder, row.version
 
-    def ask_holder(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int | None] | None:
+    def ask_holder(self, row_key: str, version: int | None) -> Described | None:
         with self._table.mutex:
             now = clock.monotonic()
             row = self._table.row(row_key)

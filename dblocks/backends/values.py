@@ -40,6 +40,10 @@ class Grant(NamedTuple):
     identity: str = ""
 
 
+Described = tuple[str, str, int | None]
+"""Owner, holder and token of a grant, as operators are told."""
+
+
 class Granted(NamedTuple):
     """The answer to a request that was successful.
 

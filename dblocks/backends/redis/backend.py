@@ -8,6 +8,7 @@ from typing import Any
 from ... import validation
 from ..gates import Gate
 from ..values import (
+    Described,
     Entry,
     Grant,
     Granted,
@@ -97,14 +98,12 @@ class RedisBackend(Servers):
     def waiters(self, key: str) -> Waiters:
         return self._server.waiters(validation.key(key))
 
-    def ask_holder(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int | None] | None:
+    def ask_holder(self, row_key: str, version: int | None) -> Described | None:
         return self._server.request_release(row_key, version)
 
     def end_grant(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int | None] | None:
+    ) -> Described | None:
         return self._server.force_release(row_key, version, age)
 
     # Tests

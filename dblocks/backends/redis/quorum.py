@@ -24,6 +24,7 @@ from ... import clock
 from ...permits import row_keys
 from ...workers import Workers
 from ..values import (
+    Described,
     Entry,
     Grant,
     Granted,
@@ -385,23 +386,21 @@ class QuorumBackend(Servers):
             entries = sorted(found[row_key], key=lambda entry: entry.remaining)
             yield entries[max(0, free - missing)]
 
-    def ask_holder(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int | None] | None:
+    def ask_holder(self, row_key: str, version: int | None) -> Described | None:
         answers = self._ask(lambda server: server.request_release(row_key, version))
         # One server is enough to tell the holder; only a majority proves there is one.
         return self._described(answers.values(), self._majority)
 
     def end_grant(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int | None] | None:
+    ) -> Described | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))
         # With fewer that had a grant, a majority of those in reach was free before.
         return self._described(answers.values(), len(answers) - self._majority + 1)
 
     def _described(
-        self, answers: Iterable[tuple[str, str, int] | None], least: int
-    ) -> tuple[str, str, int | None] | None:
+        self, answers: Iterable[Described | None], least: int
+    ) -> Described | None:
         """Return whose grant it was, if that many servers know one."""
         found = [each for each in answers if each is not None]
         if len(found) < least:

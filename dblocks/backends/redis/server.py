@@ -22,6 +22,7 @@ from redis.exceptions import (
 
 from ...permits import apart, row_key, row_keys
 from ..values import (
+    Described,
     Entry,
     Grant,
     Granted,
@@ -309,9 +310,7 @@ class Server:
                 found.add(row_key(match[1], permit))
         return sorted(found)
 
-    def request_release(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int] | None:
+    def request_release(self, row_key: str, version: int | None) -> Described | None:
         """Ask the holder of a row to finish; return owner, holder and version."""
         arguments = ["" if version is None else version]
         return _described(
@@ -320,7 +319,7 @@ class Server:
 
     def force_release(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int] | None:
+    ) -> Described | None:
         """Free a row; return owner, holder and version of the grant that this ended."""
         return _described(
             self.client.run(
@@ -342,7 +341,7 @@ def _scan(client: Client, pattern: str) -> Iterator[str]:
             return
 
 
-def _described(answer: Any) -> tuple[str, str, int] | None:
+def _described(answer: Any) -> Described | None:
     """Return owner, holder and version of a grant, if the answer names one."""
     if not answer:
         return None

@@ -17,6 +17,7 @@ from ...permits import SEPARATOR, apart, in_order
 from ..base import BaseBackend
 from ..gates import Gate
 from ..values import (
+    Described,
     Entry,
     Grant,
     Granted,
@@ -323,10 +324,8 @@ class ZooKeeperBackend(BaseBackend):
 
         return patiently(self._address, FOR_OPERATORS, ask)
 
-    def ask_holder(
-        self, row_key: str, version: int | None
-    ) -> tuple[str, str, int | None] | None:
-        def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
+    def ask_holder(self, row_key: str, version: int | None) -> Described | None:
+        def ask(session: Session, give_up: float) -> Described | None:
             nonlocal version
             while True:
                 found = _holders(session, [row_key], give_up)
@@ -345,12 +344,12 @@ class ZooKeeperBackend(BaseBackend):
 
     def end_grant(
         self, row_key: str, version: int | None, age: float
-    ) -> tuple[str, str, int | None] | None:
+    ) -> Described | None:
         # The holder finds out with its next renewal.
-        aim: list[tuple[str, tuple[str, str, int]]] = []
+        aim: list[tuple[str, Described]] = []
         unanswered = False
 
-        def ask(session: Session, give_up: float) -> tuple[str, str, int | None] | None:
+        def ask(session: Session, give_up: float) -> Described | None:
             nonlocal unanswered
             if not aim:
                 aim.extend(_overdue(session, row_key, version, age, give_up))
@@ -401,7 +400,7 @@ def _holders_and_time(
 
 def _overdue(
     session: Session, row: str, version: int | None, age: float, give_up: float
-) -> Iterator[tuple[str, tuple[str, str, int]]]:
+) -> Iterator[tuple[str, Described]]:
     """Yield the node, and owner, holder and token, of a grant of this version and age.
 
     Args:
