@@ -19,7 +19,7 @@ from django.conf import settings
 from django.db import connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from dblocks import Lease, Lock, LockTimeout
+from dblocks import Lease, Lock, LockTimeout, clock
 from dblocks.backends.database.session_locks import SessionLock
 from dblocks.backends.values import Reading
 from dblocks.conf import backends
@@ -558,6 +558,24 @@ def test_order_after_a_blocked_event_loop_is_passed_by() -> None:
     assert line.is_first(third)
     for loop in loops:
         loop.close()
+
+
+def test_release_just_when_an_answer_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another thread forgets at that moment is no error for who looks at it."""
+    line, read = queue.WaitQueue(), clock.monotonic
+
+    def read_late() -> float:
+        line.forget()
+        return read()
+
+    for look in (line.last_seen, line.last_answer):
+        line.saw(Reading(remaining=60.0))
+        monkeypatch.setattr(clock, "monotonic", read_late)
+        look(math.inf)
+        assert look(math.inf) is None
+        monkeypatch.setattr(clock, "monotonic", read)
 
 
 def test_hundreds_time_out(

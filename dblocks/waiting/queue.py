@@ -157,9 +157,11 @@ class WaitQueue:
             give_up: When the waiter's time is over. If it is, what was good until then
                 still is, however late the waiter comes for it.
         """
-        if self._seen is None:
+        # Once: a release in another thread may forget it at any moment.
+        seen = self._seen
+        if seen is None:
             return None
-        reading, at = self._seen
+        reading, at = seen
         now = clock.monotonic()
         if min(now, give_up) > self._good_until:
             return None
@@ -172,9 +174,10 @@ class WaitQueue:
         doesn't answer. ``None`` if the lease that it tells of has ended since: whether
         somebody still has the key only the engine knows, if it can be reached.
         """
-        if self._seen is None or not (self._asking or self.last_seen(give_up)):
+        seen = self._seen
+        if seen is None or not (self._asking or self.last_seen(give_up)):
             return None
-        reading, at = self._seen
+        reading, at = seen
         left = reading.remaining - (clock.monotonic() - at)
         if left <= 0 < reading.remaining:
             return None
