@@ -145,11 +145,10 @@ class WaitQueue:
 
     def wakes(self) -> None:
         """Note that the first one is about to look at the key."""
-        self._active_until = clock.monotonic()
-        self._good_until = self._active_until + NEWS
+        self.sleeps(0.0)
 
     def last_seen(self, give_up: float) -> Reading | None:
-        """Return the latest reading, with the time that is left by now.
+        """Return the latest reading, with the time that was left then.
 
         ``None`` if there is none: nobody has asked yet, or the key has been released.
 
@@ -159,13 +158,9 @@ class WaitQueue:
         """
         # Once: a release in another thread may forget it at any moment.
         seen = self._seen
-        if seen is None:
+        if seen is None or min(clock.monotonic(), give_up) > self._good_until:
             return None
-        reading, at = seen
-        now = clock.monotonic()
-        if min(now, give_up) > self._good_until:
-            return None
-        return replace(reading, remaining=reading.remaining - (now - at))
+        return seen[0]
 
     def last_answer(self, give_up: float) -> Reading | None:
         """Return the latest reading for a waiter whose time is over.
