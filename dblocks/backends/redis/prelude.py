@@ -47,9 +47,16 @@ local function keep(row, expires, version)
   redis.call('PEXPIREAT', row, math.ceil(math.max(expires, version) / 1000) + RETAIN)
 end
 
--- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
-local function kept_until(at_least)
-  return tonumber(at_least) > 0 and now + at_least or 0
+-- The arguments begin with owner, lease, max_hold, hold_at_least, holder and note.
+local function grant(row, version, id)
+  local owner, lease, max_hold, at_least, holder, note = unpack(ARGV, 1, 6)
+  local expires = now + math.min(lease, max_hold)
+  -- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
+  local min_until = tonumber(at_least) > 0 and now + at_least or 0
+  redis.call('HSET', row, 'owner', owner, 'holder', holder, 'note', note, 'count', 1,
+    'version', version, 'acquired', now, 'expires', expires, 'min_until', min_until,
+    'max_until', now + max_hold, 'requested', 0, 'id', id)
+  keep(row, math.max(expires, min_until), version)
 end
 
 local function describe(row)

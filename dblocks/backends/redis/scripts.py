@@ -6,7 +6,7 @@ from .prelude import script
 
 ACQUIRE = script("""
 local queue, alive, rung, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local owner, lease, max_hold = ARGV[1], ARGV[2], ARGV[3]
 local explicit, id = ARGV[7] == '1', ARGV[8]
 local begin, ticket = tonumber(ARGV[9]), ARGV[10]
 local size = #KEYS - 4
@@ -60,15 +60,8 @@ if queued and not (ticket ~= '' and redis.call('ZSCORE', rung, ticket)) then
   end
 end
 
-local row = KEYS[5 + chosen]
 version = math.max(version + 1, now)
-local max_until = now + max_hold
-local expires = now + math.min(lease, max_hold)
-redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6], 'count', 1,
-  'version', version, 'acquired', now, 'expires', expires,
-  'min_until', kept_until(at_least), 'max_until', max_until, 'requested', 0,
-  'id', id)
-keep(row, math.max(expires, kept_until(at_least)), version)
+grant(KEYS[5 + chosen], version, id)
 if ticket ~= '' then
   redis.call('ZREM', queue, ticket)
   redis.call('HDEL', alive, ticket)
@@ -76,7 +69,7 @@ if ticket ~= '' then
   redis.call('DEL', bell)
 end
 if queued and free - 1 > reserved(rung) then ring(queue, alive, rung) end
-return {1, chosen, version, max_until - now}
+return {1, chosen, version, tonumber(max_hold)}
 """)
 """Grant a key, or the first free of its permits from one on.
 
@@ -87,8 +80,7 @@ has already also tells whether this counts as another hold, and the grant's id.
 """
 
 ACQUIRE_ALL = script("""
-local owner, lease, max_hold, at_least = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local found = {}
+local owner, found = ARGV[1], {}
 
 for i = 1, #KEYS, 3 do
   local f = redis.call('HMGET', KEYS[i + 2], 'owner', 'version', 'expires', 'id')
@@ -101,16 +93,7 @@ for i = 1, #KEYS, 3 do
     or math.max(number(f[2]) + 1, now)
 end
 
-local max_until = now + max_hold
-local expires = now + math.min(lease, max_hold)
-for i, version in ipairs(found) do
-  local row = KEYS[3 * i]
-  redis.call('HSET', row, 'owner', owner, 'holder', ARGV[5], 'note', ARGV[6],
-    'count', 1, 'version', version, 'acquired', now, 'expires', expires,
-    'min_until', kept_until(at_least), 'max_until', max_until,
-    'requested', 0, 'id', ARGV[8])
-  keep(row, math.max(expires, kept_until(at_least)), version)
-end
+for i, version in ipairs(found) do grant(KEYS[3 * i], version, ARGV[8]) end
 return found
 """)
 """Grant several free keys that nobody waits for, or none.
