@@ -68,33 +68,32 @@ class LockTimeout(LockError):
         super().__init__(key)
 
     def __str__(self) -> str:
-        holder = visible(self.holder)
-        by = f" by {holder}" if holder else ""
-        since = ""
-        if self.acquired_at is not None:
-            since = f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
-        note = f" ({visible(self.note)})" if self.note else ""
         within = f" within {self.timeout:g} s" if self.timeout else ""
+        return (
+            f"The lock {self.key!r} was not free{within}: {self._state()}; try again "
+            f"later, or wait longer with timeout=."
+        )
+
+    def _state(self) -> str:
+        """Say who has the lock, as far as that is known, and when it can be free."""
         if not self.holder and not self.retry_after:
             return (
-                f"The lock {self.key!r} was not free{within}: others queue for it, or "
-                f"a transaction has its row, or the whole database, locked. Try again "
-                f"later, or wait longer with timeout=."
+                "others queue for it, or a transaction has its row, or the whole "
+                "database, locked"
             )
-        left = f"{self.retry_after:.1f} s"
+        who, left = visible(self.holder) or "somebody", f"{self.retry_after:.1f} s"
+        note = f" ({visible(self.note)})" if self.note else ""
+        is_one = self.permit is None
         if self.cooling:
-            what = "it" if self.permit is None else "one of its permits"
-            state = (
-                f"{holder}{note} has released {what}, and it stays taken for "
-                f"another {left}"
+            what = "it" if is_one else "one of its permits"
+            return (
+                f"{who}{note} has released {what}, and it stays taken for another "
+                f"{left}"
             )
-        else:
-            held = "it is held" if self.permit is None else "all permits are taken, one"
-            state = f"{held}{by}{since}{note}. Its lease can end in {left}"
-        return (
-            f"The lock {self.key!r} was not free{within}: {state}; try again later, or "
-            f"wait longer with timeout=."
-        )
+        if self.acquired_at is not None:
+            who += f" since {self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
+        held = "it is held" if is_one else "all permits are taken, one"
+        return f"{held} by {who}{note}; its lease can end in {left}"
 
 
 class LeaseLost(LockError):

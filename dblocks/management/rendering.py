@@ -252,20 +252,5 @@ def unheld(lock: AnyLock) -> str:
 
 
 def holder_of(reading: Reading) -> str:
-    """Say who has a lock, and when it can be free."""
-    who = visible(reading.holder) or "somebody"
-    note = f" ({visible(reading.note)})" if reading.note else ""
-    rest = f"{max(0.0, reading.remaining):.1f} s"
-    is_one = reading.permit is None
-    if reading.owner:
-        if reading.acquired_at is not None:
-            who += f" since {_clock(reading.acquired_at)}"
-        held = "it is held" if is_one else "all permits are taken, one"
-        return f"{held} by {who}{note}; its lease can end in {rest}"
-    if reading.remaining > 0:
-        what = "it" if is_one else "one of its permits"
-        return f"{who}{note} has released {what}, and it stays taken for another {rest}"
-    return (
-        "others queue for it, or a transaction has its row, or the whole database, "
-        "locked"
-    )
+    """Say who has a lock, as a ``LockTimeout`` does."""
+    return reading.as_timeout("", "", None)._state()
