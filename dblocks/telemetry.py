@@ -207,7 +207,7 @@ class Telemetry:
     def released(self, hold: Hold) -> None:
         if self._has_meter() and (of := self._of_lock(hold)) is not None:
             held_for = clock.monotonic() - hold.started
-            self._note(self._report_released, of, held_for, get_current())
+            self._note(self._holds.record, held_for, of.released, get_current())
 
     def lost(self, hold: Hold, held_for: float, reason: str) -> None:
         if (of := self._of_lock(hold)) is not None:
@@ -292,11 +292,6 @@ class Telemetry:
             start_time=end - int(waited * 1_000_000_000),
         )
         span.end(end)
-
-    def _report_released(
-        self, of: _Attributes, held_for: float, context: Context
-    ) -> None:
-        self._holds.record(held_for, of.released, context)
 
     def _report_lost(self, of: _Attributes, held_for: float, reason: str) -> None:
         self._lost.add(1, {**of.plain, "reason": reason})
