@@ -1211,6 +1211,36 @@ def test_lost_reply_to_a_waiter(
     assert not places(key)
 
 
+def test_waiter_that_is_let_in_too_late(
+    configure: Configure,
+    acquire: Leases,
+    lock: Locks,
+    key: str,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose lease is over when it hears of it, and somebody else's, queues again."""
+    take = partial(distributed_lock(key, backend=configure("theirs")).acquire, DEADLINE)
+    other, third, leases = threads(), threads(), list[Lease]()
+    promoted = asking.Asking._promoted
+
+    def stand_still(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        found = promoted(*arguments)
+        leases.append(third.do(take))
+        return found
+
+    monkeypatch.setattr(asking.Asking, "_promoted", stand_still)
+    lease = acquire()
+    waiting = queued(other, lock(), key)
+    lease.release()
+    eventually(lambda: leases, what="the next grant")
+    eventually(lambda: engine().waiters(key).number == 1, what="the waiter")
+    assert third.do(leases[0].release)
+    assert other.do(waiting.result(DEADLINE).release)
+    assert not places(key)
+
+
 @pytest.mark.parametrize("is_free", [True, False], ids=["free", "taken"])
 def test_standstill_between_two_requests(
     long: str,

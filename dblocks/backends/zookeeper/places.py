@@ -32,7 +32,7 @@ class Place(Gate):
         self._session_id: int | None = None
         self._sessions = sessions
         self._bell = Bell()
-        #: Emptied by whichever comes first: the grant that keeps the node, or leaving.
+        #: Taken by whichever comes first: the grant that keeps the node, or leaving.
         self._claims = [None]
         #: Local clock since when its waiter has been busy with something else.
         self._rests_since = math.inf
@@ -178,7 +178,10 @@ class Place(Gate):
             self._claims.pop()
         except IndexError:
             return False
-        self.session = None
+        # If the grant is over by now, its waiter needs another node.
+        self.session = self._session_id = None
+        self._mark = ""
+        self._claims.append(None)
         return True
 
     def leave(self) -> None:
