@@ -1,4 +1,4 @@
-"""What one lease and the leases of several keys have in common: verbs, and blocks."""
+"""The verbs that ``Lease`` and ``Leases`` share, and both as ``with`` blocks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ AtEnd = Callable[[Callable[[], object]], bool]
 PATIENCE = 1.0
 """Seconds for which a renewal that meets a locked row is tried again."""
 
-# Releases wait for the end of transactions, in a project without the app as well.
+# Without the app in INSTALLED_APPS, releases wait for the end of transactions too.
 transactions.watch()
 
 
 class LeaseBlock(ABC):
-    """One lease or several, taken together: what is done is done to all of them."""
+    """One lease, or several that were taken together; each verb acts on all."""
 
     def __init__(self, atomic: bool) -> None:
         self._atomic = atomic
@@ -59,8 +59,8 @@ class LeaseBlock(ABC):
         self._committed = False
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        # A copy would share, and then close, what the grant keeps open: its queue's
-        # file, its connection.
+        # A copy would share the file or connection of the grant's gate, and close it
+        # while the grant still needs it.
         raise TypeError(
             f"A {type(self).__name__} can't be copied or pickled: hand it over itself, "
             f"or give both sides the same owner=."
@@ -77,7 +77,7 @@ class LeaseBlock(ABC):
     @property
     @abstractmethod
     def _open(self) -> bool:
-        """Whether something has not been given back."""
+        """Whether at least one lease has not been given back."""
 
     @property
     def backend(self) -> str:
@@ -88,8 +88,8 @@ class LeaseBlock(ABC):
     def owner(self) -> str:
         """The owner's id, up to 64 characters.
 
-        To share a lock, give an id of your own as ``owner=``: a lock without one is
-        freed by this process's releases, whoever else has presented its id.
+        To share a lock, give an id of your own as ``owner=``. A lock without one is
+        freed by this process's releases, even if others have presented its id.
         """
         return self._each()[0]._hold.grant.owner
 
@@ -267,19 +267,20 @@ class LeaseBlock(ABC):
         return await call_in_thread(self._backend, release)
 
     def _due(self) -> Sequence[Lease]:
-        """Return the leases that no thread's transaction keeps until its end."""
+        """Return the leases whose release isn't deferred to a transaction's end."""
         return [each for each in self._each() if not each._deferred]
 
     def _release_or_defer(self, at_end: AtEnd | None = transactions.at_own_end) -> bool:
-        """Release, or leave that to the end of a transaction.
+        """Release, now or when the open transactions end.
 
         Args:
-            at_end: Leaves it, unless none is open. By default, that of this thread.
+            at_end: Defers a call until they end; returns ``False`` if none is open. By
+                default for this thread's transactions; ``None`` defers nothing.
         """
         if self._deferred or not self._open:
             return False
         due = self._due()
-        # An overdue one whose guard passed is pinned until the transaction ends.
+        # After a passed guard even an overdue row is pinned until the transaction ends.
         counts = self._committed or any(each._hold.is_live() for each in due)
         if counts and at_end and at_end(partial(self._release_at_end, due)):
             for each in (self, *due):
@@ -289,11 +290,11 @@ class LeaseBlock(ABC):
 
     def _release_at_end(self, leases: Sequence[Lease]) -> None:
         try:
-            # With autocommit off, nobody sees when what was written is committed.
+            # Raises with autocommit off: nobody sees when the data are committed.
             transactions.transaction_is_open()
             if self._open and not self._release_now(leases) and not self._committed:
                 lost = self._first_lost()
-                # If none is, some were released before.
+                # If no lease is lost, some had been released before.
                 if lost is not None:
                     logger.warning(
                         "lost before the transaction ended key=%r permit=%s reason=%s",
@@ -304,10 +305,10 @@ class LeaseBlock(ABC):
 
     @abstractmethod
     def _release_now(self, leases: Sequence[Lease]) -> bool:
-        """Give these back without regard to the transactions of this thread."""
+        """Give leases back now, whatever transactions this thread has open."""
 
     def _undo(self) -> bool:
-        """Give it back before anybody has it; ``False`` if it is left to lapse."""
+        """Give back what no caller has received; ``False`` if it is left to lapse."""
         closed = [each for each in self._each() if each._close()]
         if not give_back([each._hold for each in closed]):
             return False
@@ -317,7 +318,7 @@ class LeaseBlock(ABC):
         return True
 
     def _let_lapse(self, leases: Sequence[Lease], error: BaseException) -> None:
-        """Give up those of these that are open without a word to the engine."""
+        """Close leases that are open, without telling the engine: they lapse."""
         for each in leases:
             if each._close():
                 each._hold.forsake()
@@ -368,7 +369,7 @@ class LeaseBlock(ABC):
 
     def _raise_if_lost(self, exc_type: type[BaseException] | None) -> None:
         lost = None if exc_type or self._committed else self._first_lost()
-        # With the transaction of a test, what the lock protected is undone as well.
+        # The rollback at a test's end undoes what the lock protected, too.
         if lost is not None and not lost._hold.is_over_with_its_test():
             raise self._lost()
 
@@ -379,7 +380,7 @@ class LeaseBlock(ABC):
         return self
 
     def _refuse_released(self) -> None:
-        """Raise if the block would run without a lock that its line names."""
+        """Raise if a lease was given back: the block would run without its lock."""
         if not all(each._open for each in self._each()):
             raise self._lost()
 

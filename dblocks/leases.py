@@ -35,7 +35,7 @@ class Lease(LeaseBlock):
         super().__init__(atomic)
         self._hold = hold
         self._ref = weakref.ref(self)
-        #: It was held until it was given back: what becomes of the grant is others'.
+        #: It was held until it was given back: a later loss of the grant isn't its own.
         self._is_released = False
         hold.leases.add(self._ref)
         hold.keep_promise(claim)
@@ -48,7 +48,7 @@ class Lease(LeaseBlock):
         return f"<Lease {self.key!r} fencing_token={self.fencing_token} {state}>"
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        # Run by the garbage collector, at any point: it must not note a loss.
+        # The garbage collector may run this anywhere, so it must not note a loss.
         if hasattr(self, "_ref") and self._open and self._hold.lost_reason is None:
             _warn(
                 f"The lease on {self.key!r} (fencing token {self.fencing_token}) was "
@@ -66,7 +66,7 @@ class Lease(LeaseBlock):
         return None if self._is_released else self._hold.lost_reason
 
     def _close(self) -> bool:
-        """Count it as given back, once."""
+        """Mark it as given back; ``False`` if it was already."""
         try:
             self._hold.leases.remove(self._ref)
         except KeyError:
@@ -241,5 +241,5 @@ def current_lease(key: str | None = None) -> Lease | Leases:
     if not found:
         wanted = "lease" if key is None else f"lease on {key!r}"
         raise LookupError(f"The current thread or task has no {wanted}.")
-    # Inside a transaction, those whose blocks were left are still held.
+    # A transaction keeps leases whose blocks were left: prefer one still in its block.
     return next((lease for lease in found if not lease._deferred), found[0])

@@ -48,9 +48,9 @@ class Lock(Generic[L]):
     :meth:`acquire` and :meth:`try_acquire`. Making one does no I/O; threads and tasks
     may share it.
 
-    Its owner may take it again: whoever presents the same ``owner=``; else the current
-    asyncio task; in sync code that asgiref runs for a task, that one call; else the
-    current thread. ::
+    Its owner may take it again. With ``owner=``, that is whoever presents the same id.
+    Without, it is the current asyncio task; in sync code that asgiref runs for a task,
+    that one call; else the current thread. ::
 
         report = distributed_lock("report", timeout=0)
 
@@ -90,7 +90,7 @@ class Lock(Generic[L]):
 
     @property
     def key(self) -> Key | None:
-        """The key of a lock that has one, else ``None``."""
+        """The key, or ``None`` for a lock of several keys."""
         return self.keys[0] if self._is_one else None
 
     def __call__(self, function: F) -> F:
@@ -103,11 +103,11 @@ class Lock(Generic[L]):
     ) -> Lock[Any]:
         """Return the same lock for one call of a decorated function.
 
-        The decorator has made the keys, of which a lock that has one is given alone,
-        and the note, and sees to ``on_locked`` itself.
+        The decorator has made the keys and the note, and handles ``on_locked`` itself.
 
         Args:
-            templates: The template that each key was made from, if it was.
+            keys: A ``str`` if the lock has one key.
+            templates: By key, the template that the key was made from, if any.
         """
         lock: Lock[Any] = object.__new__(Lock)
         is_one = isinstance(keys, str)
@@ -210,7 +210,7 @@ class Lock(Generic[L]):
             )
 
     def _distinct(self) -> list[str]:
-        """Return the keys in the order in which everybody takes them."""
+        """Return the distinct keys, in the order in which all callers take them."""
         keys = [validation.literal("key", key) for key in self.keys]
         if self.permits > 1:
             validation.key_of_permits(keys[0], self.permits)
@@ -263,7 +263,8 @@ class Lock(Generic[L]):
     @staticmethod
     def _get(attempts: list[Attempt]) -> list[Hold] | Refused:
         if not attempts[0].backend.has_table:
-            # Raises where nobody would see when to release; the table's engine asks it.
+            # Raises with autocommit off, where nobody would see when to release. The
+            # database engine does this itself.
             transactions.transaction_is_open()
         return get_all(attempts)
 
@@ -303,7 +304,7 @@ class Lock(Generic[L]):
         return error
 
     async def _aleases(self, attempts: list[Attempt], holds: list[Hold]) -> L:
-        """:meth:`_leases` for async code; the signal's receivers may be sync."""
+        """:meth:`_leases` for async code: a sync receiver may need a thread."""
         if not signals.lock_acquired.receivers:
             return self._leases(attempts, holds)
         return await call_in_thread(
@@ -337,7 +338,7 @@ class Lock(Generic[L]):
     def __exit__(self, *exc_info: Any) -> None:
         self._leave(_frame_that_others_may_close()).__exit__(*exc_info)
 
-    # Not coroutines themselves, so that whoever calls them is the block's own frame.
+    # Plain functions, not coroutines, so that their caller is the block's own frame.
 
     def __aenter__(self) -> Coroutine[Any, Any, L]:
         return self._aenter(_Entry(_frame_that_others_may_close()))
@@ -358,12 +359,12 @@ class Lock(Generic[L]):
         return self._leave(_frame_that_others_may_close()).__aexit__(*exc_info)
 
     def _forget(self, entry: _Entry) -> None:
-        """Undo what was noted of a block that an exception kept from being entered."""
+        """Forget a block that an exception kept from being entered."""
         with suppress(ValueError):
             self._entered.remove(entry)
 
     def _leave(self, frame: FrameType | None) -> LeaseBlock:
-        """Return the lease of the block that is left, which counts as left."""
+        """Remove the entry of the block that is left, and return its lease."""
         inside = found = list(self._entered)
         if len(inside) > 1:
             found = [x for x in inside if frame is not None and x.frame is frame]
@@ -381,12 +382,12 @@ class Lock(Generic[L]):
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A block that is entered, or under way.
+    """A block that has been entered, or is being entered.
 
     Attributes:
-        frame: What the block is in, if others may close that.
-        by: Who enters it.
-        lease: What it has, as soon as that is granted.
+        frame: The block's frame, if another thread or task may close it.
+        by: The owner that enters the block.
+        lease: The block's lease or leases, once granted.
     """
 
     frame: FrameType | None
