@@ -28,12 +28,12 @@ LONGEST_TURN = 0.25
 RELEASED = "released"
 
 Callbacks = list[tuple["weakref.ref[Any]", Callable[[Any], object]]]
-"""Functions, each to be called once, with a lease if that is still referred to."""
+"""Functions, each called once with its lease, unless nothing refers to the lease."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How a grant is held, as the outermost acquisition rules. In seconds.
+    """How a grant is held, in seconds. The outermost acquisition decides.
 
     Attributes:
         margin: How long before the database's expiry the lease counts as over.
@@ -69,7 +69,7 @@ class Claim:
         owner: The explicit owner's id, or ``None``.
         sender: The sender of the signals.
         template: The template that a decorator made the key from, if one did.
-        loop: The event loop that it asks in, if any; when that closes, the claim ends.
+        loop: The event loop that asks, if any; the claim ends when the loop is closed.
     """
 
     backend: BaseBackend
@@ -92,21 +92,22 @@ class Hold:
         explicit: The caller gave the owner's id, which may be in use in other threads
             and processes too.
         started: Local clock before the request for it was sent.
-        known_at: Local clock when the registry came to know it.
+        known_at: Local clock when the registry added it.
         limit: Local clock beyond which no renewal moves the deadline.
         deadline: Local clock at which it counts as over, unless renewed before.
         renew_at: Local clock of its next renewal.
         failing: The last renewal failed, or has not come back.
         counted: How many acquisitions are outstanding in this process.
-        entered_again: There has been more than one.
-        written: One item for each of them that the engine counts. Whoever takes it out
-            has it subtracted: a release, or the explicit owner's return after a loss.
+        entered_again: There has been more than one acquisition.
+        written: One item for each acquisition that the engine counts. Whoever takes an
+            item out has one subtracted: a release, or the explicit owner's return after
+            a loss.
         promised: Weak references to the claims that are about to make a lease of it.
         leases: Weak references to the open leases: a hold that nothing refers to any
             more is not renewed.
         gate: The gate through which it was acquired, kept until it is released.
         binding: What binds it to the thread that acquired it.
-        ref: What the registry knows it by.
+        ref: The registry's weak reference to it.
     """
 
     failing = False
@@ -140,11 +141,11 @@ class Hold:
         self.request_callbacks: Callbacks = []
         self._requests: dict[str, object] = {}
         #: One verb at a time writes the row. It may wait there for a transaction of
-        #: another thread of the owner, so that one must not wait for this for long.
+        #: another thread of the owner: that thread must not wait long for the mutex.
         self.mutex = threading.RLock()
-        #: Held for an instant by whoever counts.
+        #: Guards ``counted``; held for an instant.
         self._counting = threading.RLock()
-        #: Filled once, by the first to end it. No mutex: the timer must never wait.
+        #: Filled once, by the first to end it. No mutex: the scheduler must never wait.
         self._end: dict[str, list[str]] = {}
         length = min(terms.lease, granted.limit)
         self.deadline = sent + length - margin(length)
@@ -191,7 +192,7 @@ class Hold:
         return "backend" if self.failing else "expired"
 
     def is_referred_to(self) -> bool:
-        """Tell whether one of its open leases is in use, or about to be made."""
+        """Tell whether an open lease is in use, or a claim is about to make one."""
         for promise in list(self.promised):
             claim = promise()
             if claim is not None and not (claim.loop and claim.loop.is_closed()):
@@ -210,7 +211,7 @@ class Hold:
         }
 
     def renewal(self, lease: float | None = None) -> Renewal:
-        """Return what to ask for, by default one more lease."""
+        """Return the renewal to ask for, by default for one more lease."""
         return Renewal(self.grant, self.terms.lease if lease is None else lease)
 
     # What happens to it
@@ -228,8 +229,8 @@ class Hold:
         return self._end.setdefault("as", mine) is mine
 
     def lose(self, reason: str) -> None:
-        """Note once that it is lost, and tell those who want to know."""
-        # A release that is under way finds out by itself.
+        """Note a loss once, and report it."""
+        # If the last release is under way, it finds out by itself.
         if self.counted:
             self._lose(reason)
 
@@ -243,7 +244,7 @@ class Hold:
             registry.freed(self.backend, self.key)
 
     def note_overdue(self) -> None:
-        """Note the loss if its time is over; every verb does this first."""
+        """Note the loss if its time is over."""
         reason = None if self._end else self._overdue()
         if reason is not None:
             self.lose(reason)
@@ -266,7 +267,7 @@ class Hold:
         return True
 
     def extend(self, sent: float, lease: float | None = None) -> bool:
-        """Note a renewal that was sent at ``sent``; a late one brings nothing back."""
+        """Note a renewal sent at ``sent``; a late reply brings no lost lease back."""
         if not self.is_live():
             return False
         lease = self.terms.lease if lease is None else lease
@@ -286,8 +287,8 @@ class Hold:
         """
         turn = self.backend.can_write() and self.mutex.acquire(timeout=LONGEST_TURN)
         try:
-            # Not before its turn: a release meanwhile would leave what is counted here
-            # to be released later, and not know that the row doesn't count it yet.
+            # Not before its turn: a release in between would leave its count in the row
+            # to this acquisition, which is about to add one of its own.
             if not self._count_one_more(claim):
                 return False
             return self._write_entry(claim, patience) if turn else True
@@ -327,7 +328,7 @@ class Hold:
             self.written.extend([None] * more)
             if self.extend(sent, lease):
                 return True
-            # The owner is about to take the key anew, and subtracts what it has lost.
+            # An explicit owner takes the key again, and then subtracts its lost holds.
             self.note_overdue()
             if self.explicit:
                 registry.forfeit(self.backend, self.grant, self.written)
@@ -348,7 +349,7 @@ class Hold:
             return self._write_release() if held is None else held
 
     def _give_back(self, committed: bool) -> bool | None:
-        """Count one acquisition less; ``None`` if the engine must hear of it."""
+        """Count one acquisition less; tell if it was held. ``None``: ask the engine."""
         # A guard's verdict is final; a child never releases for its parent.
         final = committed and self._end.get("as") != ["forked"]
         if not final:
@@ -361,9 +362,10 @@ class Hold:
         return None if len(self.written) > self.counted and self._take_out() else True
 
     def _take_out(self) -> bool:
-        """Take one of the written holds out; ``False`` if others have taken them all.
+        """Take one written hold out; ``False`` if none is left.
 
-        It may be overdue, but guarded, and its owner may have taken the key again.
+        An explicit owner may have taken the key again, after a lease that is overdue
+        but guarded, and have subtracted its lost holds.
         """
         try:
             self.written.pop()
@@ -392,7 +394,7 @@ class Hold:
             self._ends(RELEASED)
 
     def _asked(self) -> None:
-        """Let others take their turn, however the release ended."""
+        """Let waiters in after the last release, whatever its outcome."""
         if self.counted == 0:
             self.leave_gate()
             registry.freed(self.backend, self.key)

@@ -45,7 +45,7 @@ def tell_loss(hold: Hold, reason: str) -> None:
         if (observer := signals.observer) is not None:
             _guarded(observer.lost, hold, held_for, reason)
         _guarded(signals.lock_lost.send_robust, hold.sender, **facts)
-        # Last, because log handlers wait for each other.
+        # Last, because a log handler may have to wait for another thread's record.
         _guarded(
             logger.warning,
             "lost key=%(key)r permit=%(permit)s backend=%(backend)s owner=%(owner)s "
@@ -97,7 +97,8 @@ def start_pending() -> None:
 def settle(seconds: float) -> None:
     """Wait at most this long until all news has been told.
 
-    Writing to standard error while the interpreter shuts down would make it abort.
+    A daemon thread that writes to standard error while the interpreter shuts down would
+    make it abort.
     """
     until = clock.monotonic() + seconds
     # A thread that is only just being started can't be joined.

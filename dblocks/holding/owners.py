@@ -55,7 +55,7 @@ class Owner:
         self._leases = [*known, *map(weakref.ref, leases)]
 
     def leases(self, key: str | None = None) -> Iterator[Any]:
-        """Yield its open leases, the innermost first: any, or each of one key."""
+        """Yield its open leases, or those of one key, the innermost first."""
         for ref in reversed(self._leases):
             lease = ref()
             if lease is None or not lease._open:

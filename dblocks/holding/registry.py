@@ -30,18 +30,18 @@ class Registry:
     def __init__(self) -> None:
         #: Called when a key may be free; the wait queues set this.
         self.freed: Callable[[BaseBackend, str], object] = lambda backend, key: None
-        # Held for an instant by whoever writes the first of these.
+        # Guards writes to ``_latest``; held for an instant.
         self._mutex = threading.RLock()
         self._latest: dict[tuple[BaseBackend, str], weakref.ref[Hold]] = {}
         self._all: set[weakref.ref[Hold]] = set()
-        #: Lists with one item for each hold of a grant that was lost here, by their
-        #: ids, and until when that matters.
+        #: Lists with one item for each lost hold, by backend, grant and the list's id,
+        #: and the local clock until which each list is kept.
         self._forfeited: dict[
             tuple[BaseBackend, Grant, int], tuple[list[None], float]
         ] = {}
 
     def add(self, hold: Hold) -> None:
-        """Remember a hold; an older one of another grant has been overtaken."""
+        """Remember a hold. Of two live grants of its key, the outdated one is lost."""
         place = hold.backend, hold.grant.key
         earlier = self.find(*place)
         ref = hold.ref = weakref.ref(hold, self._all.discard)
@@ -50,8 +50,9 @@ class Registry:
         outdated = None
         if earlier is not None and earlier.is_live():
             ours, theirs = hold.grant.version or 0, earlier.grant.version or 0
-            # The answer to an earlier request may arrive later, and too late. The token
-            # doesn't prove that alone: in a table that a test emptied they begin anew.
+            # The reply to an earlier request may arrive after that to a later one. The
+            # token alone doesn't prove it: in a table that a test emptied, tokens begin
+            # anew.
             is_late = theirs > ours and hold.started < earlier.known_at
             outdated = hold if is_late or not hold.is_live() else earlier
         if outdated is not hold:
@@ -70,18 +71,18 @@ class Registry:
         Its explicit owner may take the key again before the engine lets it lapse.
 
         Args:
-            holds: One item for each. Whoever takes it out has it subtracted, so none is
-                subtracted twice.
+            holds: One item for each. Whoever takes an item out has one hold subtracted,
+                so none is subtracted twice.
         """
         until = clock.monotonic() + FORFEITED_FOR
         self._forfeited[backend, grant, id(holds)] = holds, until
 
     def take_forfeited(self, backend: BaseBackend, grant: Grant) -> int:
-        """Return how many holds of a grant were lost here, to subtract them once."""
+        """Take the lost holds of a grant; return how many to subtract."""
         taken = 0
         for place in list(self._forfeited):
             if place[:2] == (backend, grant):
-                # What is added from now on is noted anew.
+                # Holds that are forfeited from now on make an entry of their own.
                 holds, _ = self._forfeited.pop(place, ([], 0.0))
                 with suppress(IndexError):
                     while True:
@@ -95,8 +96,8 @@ class Registry:
             self.forfeit(backend, grant, [None] * holds)
 
     def forget(self, now: float) -> None:
-        """Forget holds that nothing refers to any more, and what is long over."""
-        # Of keys alone: a list of items is not made in one step before Python 3.12.
+        """Forget holds that nothing refers to any more, and outdated lost holds."""
+        # list() of the keys: of items() it isn't a single step before Python 3.12.
         with self._mutex:
             for place in list(self._latest):
                 ref = self._latest.get(place)
@@ -128,7 +129,7 @@ class Registry:
         """Count what the parent holds as lost."""
         holds = self.all()
         self._mutex = threading.RLock()
-        # The parent subtracts what it has lost.
+        # The parent itself subtracts the holds that it has lost.
         self._latest, self._all, self._forfeited = {}, set(), {}
         for hold in holds:
             hold.forget_parent()

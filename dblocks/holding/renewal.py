@@ -1,10 +1,10 @@
 """Renewing leases in time, and noticing on time when they are lost.
 
 The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
-code, so nothing can delay the news that a lease is over. A second thread sends the
-renewals, one for each backend that has something to renew, and takes all that are due
-together. If it hangs on a dead socket, it is abandoned and replaced, once its leases
-are lost or others are due that can't wait for it. Both linger for a while when there is
+code, so nothing can delay the news that a lease is over. For each backend that has
+something to renew, a renewal thread sends all renewals that are due together. If it
+hangs on a dead socket, it is abandoned and replaced once its leases are lost, or as
+soon as other leases are due that can't wait. Threads of both kinds linger when there is
 nothing left to do: starting a thread for each short lock would cost more than the lock.
 """
 
@@ -44,7 +44,7 @@ class RenewalScheduler:
         self._thread: threading.Thread | None = None
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._wakes_at = 0.0
-        #: Something was watched since it last looked.
+        #: A hold was added since the scheduler last looked.
         self._used = False
         self._workers: dict[BaseBackend, _Worker] = {}
 
@@ -59,7 +59,7 @@ class RenewalScheduler:
             self.hurry()
 
     def hurry(self) -> None:
-        """Look at the clock now; it was moved, or something became due."""
+        """Have the scheduler look now: the clock was moved, or something became due."""
         self._wakes.put(None)
 
     def _start(self) -> None:
@@ -98,7 +98,8 @@ class RenewalScheduler:
                 if hold.is_live():
                     live.append(hold)
                     continue
-                # In this order: between two looks at the clock it may become overdue.
+                # After the look above: otherwise a hold that became overdue between the
+                # two calls would be dropped without a report of its loss.
                 hold.note_overdue()
                 if hold.is_live():
                     continue
@@ -146,7 +147,7 @@ class RenewalScheduler:
     def _sleep(self) -> None:
         now = clock.monotonic()
         self._wakes_at = min(now + LONGEST_SLEEP, _next_event())
-        # A hold that was added before that line may be due earlier.
+        # watch() compared a hold that was added before that line with the old value.
         wakes_at = min(self._wakes_at, _next_event())
         with suppress(queue.Empty):
             if wakes_at > now:
@@ -194,7 +195,7 @@ class _Worker(threading.Thread):
         self._scheduler = scheduler
         self._backend = backend
         self._batches: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        #: What it is renewing, if anything.
+        #: The holds that it is renewing, if any.
         self.batch: list[weakref.ref[Hold]] = []
         self.used_at = clock.monotonic()
         self.give_up_at = 0.0
@@ -254,7 +255,7 @@ class _Worker(threading.Thread):
         for ref, _ in held:
             hold = ref()
             if hold is not None and not hold.note_answer(outcome, sent):
-                # Where a transaction has the row locked, the engine has answered.
+                # If a transaction only has the row locked, the engine has answered.
                 hold.failing = failed or hold.grant in outcome.out_of_reach
                 hold.renew_at = clock.monotonic() + _soon(hold)
         if outcome.out_of_reach:

@@ -55,13 +55,13 @@ def undo_together(holds: list[Hold]) -> None:
     """
     for hold in holds:
         if hold.counted == 1:
-            # An interrupt below may keep the claims alive for a while.
+            # An interrupt below may keep the claims, and with them renewals, alive.
             hold.promised.clear()
     with _without_frames(), ExitStack() as work:
         unused = []
         for hold in holds:
             work.enter_context(hold.mutex)
-            # Other processes may have what an explicit owner has.
+            # Other processes may be using the grant of an explicit owner.
             had = hold.entered_again or hold.explicit
             if not had and (hold.is_live() or _keeps_its_row(hold)):
                 hold._give_back(committed=False)
@@ -92,9 +92,9 @@ def log_lapse(holds: list[Hold], error: BaseException) -> None:
 
 
 def _keeps_its_row(hold: Hold) -> bool:
-    """Tell whether an overdue hold's row isn't over yet, and certainly nobody else's.
+    """Tell whether an overdue hold's row isn't over, so certainly nobody else's.
 
-    A later write might wait for a transaction that has the row by now.
+    After its end, a write might wait for a transaction that has the row locked.
     """
     row_ends = min(hold.deadline + hold.terms.margin, hold.limit)
     is_overdue = hold.lost_reason in {"expired", "backend"}
@@ -103,10 +103,10 @@ def _keeps_its_row(hold: Hold) -> bool:
 
 @contextmanager
 def _without_frames() -> Iterator[None]:
-    """Clear what an error keeps alive.
+    """Clear the frames of an error that passes.
 
-    A frame of ``ExitStack`` keeps the error that keeps the frame, and with it all
-    callers' leases until the garbage collector comes.
+    A frame of ``ExitStack`` keeps the error, which keeps the frame and all callers'
+    leases until the garbage collector comes.
     """
     try:
         yield
