@@ -33,13 +33,13 @@ def _note_permit(backend: BaseBackend, key: str, permit: int) -> None:
 
 @dataclass(eq=False)
 class Attempt(Claim):
-    """What one owner asks for, again and again if need be.
+    """One owner's request for a key, repeated until it is granted or its time is over.
 
     Attributes:
         timeout: How long to wait, in seconds; 0 tries once, ``None`` waits for ever.
         started, give_up: Local clock, when it starts and when it gives up.
         permits: How many may have the key at a time.
-        new_owner: The owner's id if this is granted; by default made anew each time.
+        new_owner: The owner's id for a new grant. Default: a random one each time.
         reentered: The owner had the key already.
         had_to_wait: The key was not free at once.
     """
@@ -57,7 +57,7 @@ class Attempt(Claim):
         self.row_keys = row_keys(self.key, self.permits)
 
     def own_hold(self) -> Hold | None:
-        """Return what this owner holds already, if it is live."""
+        """Return the live hold that this owner has already, if any."""
         for row_key in self.row_keys:
             hold = registry.find(self.backend, row_key)
             if hold is None or not hold.is_live():
@@ -97,12 +97,12 @@ class Attempt(Claim):
         """
         patience = self.give_up - clock.monotonic()
         while (hold := self.own_hold()) is not None:
-            # If that one turns out to be lost, the owner may have another permit.
+            # If this hold turns out to be lost, the owner may have another permit.
             if not hold.enter_again(self, patience):
                 continue
             self.reentered = True
             if not registry.watches(hold):
-                # Its leases were forgotten.
+                # Its leases were dropped, so the scheduler no longer watches it.
                 scheduler.watch(hold)
             return hold
         for row_key in self.row_keys:
@@ -116,14 +116,14 @@ class Attempt(Claim):
                     return seen
         found = self._ask(gate, patience)
         if found is None:
-            # Very likely it is free, and that is no time-out.
+            # The key is very likely free by now, which is no reason for a time-out.
             found = self._ask(gate, 0.0) or Reading()
         if isinstance(found, Hold) and found.permit is not None:
             _note_permit(self.backend, self.key, found.permit)
         return found
 
     def _ask(self, gate: Gate | None, patience: float) -> Hold | Reading | None:
-        """Return what the engine says; ``None`` if it granted what is over by now."""
+        """Return the engine's answer; ``None`` if it is a grant that is over by now."""
         request = self.request(gate)
         answer = self.backend.try_acquire(request, patience)
         if isinstance(answer, Reading):
@@ -134,17 +134,17 @@ class Attempt(Claim):
         scheduler.watch(hold)
         if hold.is_live():
             return hold
-        # This process or the engine stood still: others may have had it since.
+        # This process or the engine stood still: others may have had the key since.
         give_back([hold])
         return None
 
     def in_time(
         self, grants: Sequence[Granted], sent: float
     ) -> tuple[Sequence[Granted], float]:
-        """Renew grants that came when a lease from ``sent`` on is over.
+        """Renew grants that came so late that a lease counted from ``sent`` is over.
 
-        An engine that was out of reach may have made them only just now. What
-        ``max_hold`` limits is renewed earlier: a limit from ``sent`` on is too short.
+        An engine that was out of reach may have made them only just now. With
+        ``max_hold``, renew earlier: its limit, counted from ``sent``, is too short.
 
         Returns:
             The grants, and the local clock from which their leases count.
@@ -172,9 +172,9 @@ class Attempt(Claim):
         ], now
 
     def _seen_in_test(self, hold: Hold) -> Reading | None:
-        """Return a reading that only the connection of a ``TestCase`` can make.
+        """Describe a live hold that was granted on another connection's ``TestCase``.
 
-        Another connection would wait for the test's transaction.
+        Its row is in that test's transaction, for which a query here would wait.
         """
         test_connection = self.backend.binding().test_connection
         if hold.binding.test_connection is test_connection or not hold.is_live():

@@ -1,4 +1,4 @@
-"""The waiters of this process, in order, with one queue for each key and number."""
+"""The waiters of this process: one queue for each key and number of permits."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ class WaitQueue:
         self._good_until = 0.0
         #: One entry for each waiter whose question the engine hasn't answered yet.
         self._asking: list[None] = []
-        #: Until when the first one has shown that it does something, or sleeps.
+        #: Local clock until which the first waiter is known to be active or asleep.
         self._active_until = clock.monotonic()
         #: This process has released the key, and nobody has asked for it since.
         self._unasked = False
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Note, in the thread that asks the engine, that the answer is to come."""
+        """Note, in the thread that asks the engine, that its answer is outstanding."""
         self._asking.append(None)
         try:
             yield
@@ -135,16 +135,16 @@ class WaitQueue:
         now = clock.monotonic()
         self._seen = reading, now
         self._active_until = now
-        # Whoever asks while the first one sleeps doesn't wake it.
+        # Not less: another waiter may ask while the first one sleeps for longer.
         self._good_until = max(self._good_until, now + NEWS)
 
     def sleeps(self, seconds: float) -> None:
-        """Note that the first one will not look at the key for so long."""
+        """Note that the first waiter won't look at the key for that many seconds."""
         self._active_until = clock.monotonic() + seconds
         self._good_until = self._active_until + NEWS
 
     def wakes(self) -> None:
-        """Note that the first one is about to look at the key."""
+        """Note that the first waiter is about to look at the key."""
         self.sleeps(0.0)
 
     def last_seen(self, give_up: float) -> Reading | None:
@@ -153,8 +153,8 @@ class WaitQueue:
         ``None`` if there is none: nobody has asked yet, or the key has been released.
 
         Args:
-            give_up: When the waiter's time is over. If it is, what was good until then
-                still is, however late the waiter comes for it.
+            give_up: When the waiter's time is over. A reading that was good at that
+                moment stays good, however late the waiter comes for it.
         """
         # Once: a release in another thread may forget it at any moment.
         seen = self._seen
@@ -165,9 +165,9 @@ class WaitQueue:
     def last_answer(self, give_up: float) -> Reading | None:
         """Return the latest reading for a waiter whose time is over.
 
-        While somebody asks, however old it is: hundreds must not ask an engine that
-        doesn't answer. ``None`` if the lease that it tells of has ended since: whether
-        somebody still has the key only the engine knows, if it can be reached.
+        While a question is outstanding, the reading may be of any age: hundreds must
+        not ask an engine that doesn't answer. ``None`` if the lease in it has ended
+        since: only the engine knows whether somebody still has the key.
         """
         seen = self._seen
         if seen is None or not (self._asking or self.last_seen(give_up)):
@@ -183,9 +183,9 @@ class WaitQueue:
         self._seen, self._unasked = None, True
 
     def asks_instead(self) -> bool:
-        """Tell whether a waiter whose time is over is to ask for all of them.
+        """Tell, once, whether a waiter whose time is over is to ask for all others.
 
-        That is so if the first one sleeps, and doesn't know of a release.
+        That is so if the first waiter sleeps, and doesn't know of a release here.
         """
         sleeps = clock.monotonic() + NEWS < self._good_until
         if self._seen is not None or not self._unasked or not sleeps:
@@ -194,7 +194,7 @@ class WaitQueue:
         return True
 
     def _first(self) -> Waiter | None:
-        """Return whose turn it is."""
+        """Return the waiter whose turn it is."""
         with suppress(IndexError):
             while self.waiters[0].is_gone():
                 self.waiters.popleft()
@@ -215,14 +215,14 @@ class WaitQueue:
             first.wake()
 
     def is_silent(self, seconds: float) -> bool:
-        """Tell whether the first one has done nothing for so long, whoever that is."""
+        """Tell whether no first waiter has been active for that many seconds."""
         return clock.monotonic() > self._active_until + seconds
 
     def pass_by_first(self, waiter: Waiter) -> None:
-        """Go on without the first one, and without those in its event loop.
+        """Go on without the first waiter, and without the others in its event loop.
 
         Args:
-            waiter: Who has waited in vain. Its own event loop isn't blocked.
+            waiter: The waiter that has waited in vain. Its event loop isn't blocked.
         """
         first = self._first() or waiter
         is_blocked = not first.shares_loop(waiter)
@@ -235,11 +235,11 @@ class WaitQueue:
 class WaitQueues:
     """The wait queues of the process, by backend and key; empty ones don't exist.
 
-    A key has one for each number of permits: who counts other permits sees other rows.
+    A key has one for each number of permits, which decides what rows a waiter looks at.
     """
 
     def __init__(self) -> None:
-        # Taken only by joining and leaving, neither of which waits while it has it.
+        # Taken only by joining and leaving, neither of which waits for anything inside.
         self._mutex = threading.RLock()
         self._queues: dict[tuple[BaseBackend, str], dict[int, WaitQueue]] = {}
         #: Until when the gates of keys count as abandoned: a stopped process has such a
@@ -268,9 +268,10 @@ class WaitQueues:
     def leave(
         self, backend: BaseBackend, key: str, permits: int, waiter: Waiter
     ) -> None:
-        """Leave the queue, if it is there, and tell the one who is first instead.
+        """Take a waiter out of its queue; if it was first, wake the new first one.
 
-        Nobody else: whoever is woken asks the engine, and hundreds may leave at a time.
+        Nobody else: each waiter that wakes asks the engine, and hundreds may leave at a
+        time. Without effect if the waiter has left already.
         """
         with self._mutex:
             of_key = self._queues.get((backend, key), {})
@@ -301,7 +302,7 @@ class WaitQueues:
         self._abandoned[backend, key] = clock.monotonic() + ABANDONED_FOR
 
     def freed(self, backend: BaseBackend, key: str) -> None:
-        """Tell the first in each of its queues that the key may be free now."""
+        """Wake the first waiter in each of the key's queues: the key may be free."""
         of_key = self._queues.get((backend, key), {})
         for permits in list(of_key):
             queue = of_key.get(permits)

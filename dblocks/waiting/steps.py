@@ -26,11 +26,11 @@ class InThread:
         return function()
 
     async def tell(self, function: Callable[[], object]) -> None:
-        """Call a function that tells others, whatever they do then."""
+        """Call a function that runs others' code, such as receivers of a signal."""
         function()
 
     async def pause(self, waiter: Waiter, seconds: float) -> bool:
-        """Wait until woken, or for so long; return whether it was woken."""
+        """Wait until woken, or for this long; return whether it was woken."""
         return waiter.wait(seconds)
 
 
@@ -50,7 +50,7 @@ class InEventLoop(InThread):
         return await call_in_thread(self._backend, function, self._undo)
 
     async def tell(self, function: Callable[[], object]) -> None:
-        # In a thread: they may ask a database, or begin an event loop of their own.
+        # In a thread: receivers may ask a database, or run an event loop of their own.
         told = partial(copy_context().run, function)
         await call_in_thread(self._backend, told)
 

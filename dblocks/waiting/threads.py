@@ -60,12 +60,12 @@ async def call_in_thread(
             start(call.drop)
         raise
     finally:
-        # Its error would keep this frame, and all that wait for it with their leases,
-        # until the garbage collector comes.
+        # The call's error would keep this frame, and with it its callers' frames and
+        # leases, until the garbage collector comes.
         del call
 
 
-#: The event loop itself keeps no reference to them.
+#: Kept here, because the event loop has only weak references to its tasks.
 _tasks_in_test: set[asyncio.Future[None]] = set()
 
 

@@ -100,7 +100,7 @@ class _Together:
             # Lost during the wait for the later ones, or before the answer came.
             attempt = self.attempts[found.index(lost)]
             await self._give_back(found)
-            # What undoes these may be carried out later.
+            # A delayed statement that undoes these must not undo the next grants.
             self._make_owner()
             if clock.monotonic() >= attempt.give_up:
                 return await self._refused(attempt, Reading())
@@ -113,8 +113,8 @@ class _Together:
     def _may_take(self) -> bool:
         """Tell whether to ask for all keys together.
 
-        Not if this owner has one of them; nor if another one in this process has one or
-        waits for one, except for a try where that is refused by reading.
+        Not if somebody in this process has one of them or waits for one. Where looking
+        at a key asks no server, only this owner's own holds keep a try from asking.
         """
         first = self.attempts[0]
         if not first.backend.can_write():
@@ -164,7 +164,7 @@ class _Together:
         return holds
 
     async def _give_back(self, holds: list[Hold]) -> None:
-        # Only once, even if this is cancelled: the call is made in any case.
+        # Only once: even if the task is cancelled during the call, the call is made.
         due = holds.copy()
         holds.clear()
         if due:

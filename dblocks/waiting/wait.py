@@ -30,15 +30,15 @@ COUNTED = 0.25
 """Seconds after which the first of a queue shows that it waits, to be counted."""
 
 SHARED = 10
-"""Pauses that a waiter whose time is over makes for the first one's latest answer.
+"""How many pauses a waiter whose time is over makes to get the first one's answer.
 
 Not seconds: an event loop that lags may have the answer and not have passed it on.
 """
 
 DOUBTS = 5
-"""Pauses that a waiter makes for a silent first one before it takes that for stuck.
+"""How many pauses a waiter makes before it takes a silent first waiter for stuck.
 
-Not seconds: in a process that was stopped the first one was silent, too.
+Not seconds: after a stop of the whole process the first waiter was silent, too.
 """
 
 LONG_WAIT = 1.0
@@ -128,11 +128,11 @@ class _Wait:
         found = await self._queue(seen)
         if isinstance(found, Hold):
             return found
-        # Out of the queue: nobody waits behind those who are told.
+        # After leaving the queue: no waiter stands behind a slow receiver of a signal.
         return await timed_out(self.place, attempt, found)
 
     async def _queue(self, seen: Reading | None) -> Hold | Reading:
-        """Do so among those who wait in this process."""
+        """Wait as one of the waiters of this process."""
         place = self.backend, self.key, self.attempt.permits
         try:
             self.queue = queues.join(*place, self.waiter)
@@ -141,7 +141,7 @@ class _Wait:
             try:
                 queues.leave(*place, self.waiter)
             except BaseException:
-                # An interrupt: nobody may wait behind it for ever.
+                # After an interrupt, too: nobody may wait for ever behind this waiter.
                 queues.leave(*place, self.waiter)
                 raise
 
@@ -155,7 +155,7 @@ class _Wait:
             # Its owner may have got the key meanwhile.
             seen = None
         elif seen is None and clock.monotonic() >= attempt.give_up:
-            # Its time is over: what the first waiter has seen is true for all.
+            # Its time is over: the first waiter's reading is good for all of them.
             seen = self.queue.last_answer(attempt.give_up)
         if seen is None:
             if attempt.owner is not None or not attempt.held_here():
@@ -167,12 +167,13 @@ class _Wait:
                 seen = await self.place.call(self._read)
         gate: Gate | None = None
         if self.queue.is_first(self.waiter):
-            # In the thread whose connection says whether there may be a gate.
+            # In the thread that asks the engine: whether there may be a gate depends on
+            # its connection.
             request = attempt.request()
             gate = await self.place.call(partial(self.backend.gate, request))
         try:
             found = await self._look(seen, gate)
-            # Another permit may already be free for the next waiter.
+            # Not with permits: another one may already be free for the next waiter.
             is_one = self.attempt.permits == 1
             if is_one and isinstance(found, Hold) and found.keep_gate(gate):
                 gate = None
@@ -196,34 +197,34 @@ class _Wait:
             elif seen or queue.last_seen(give_up) or queue.asks_instead() or not pauses:
                 return
             else:
-                # The first one is asking; hundreds must not ask the same.
+                # The first waiter is asking; hundreds must not repeat its question.
                 pauses -= 1
                 woken = await self.place.pause(self.waiter, LONGEST_PAUSE)
             news = queue.last_seen(give_up)
             if explicit is not None and news is not None and news.is_had_by(explicit):
-                # Its owner has got the key meanwhile.
+                # Its owner got the key in another thread or process.
                 return
             if woken or not queue.is_silent(MAX_PAUSE):
                 doubts = 0
             elif doubts < DOUBTS:
-                # Perhaps all of them stood still, and the first goes on as well.
+                # Perhaps the whole process stood still, and the first waiter goes on.
                 doubts += 1
             else:
-                # It is stuck, as when its event loop is blocked.
+                # The first waiter is stuck, for example because its loop is blocked.
                 queue.pass_by_first(self.waiter)
 
     def _read(self) -> Reading:
         left = self.attempt.give_up - clock.monotonic()
         with self.queue.asking():
             seen = self.backend.look(self.attempt.row_keys, left)
-        # In the thread that asks: an event loop that lags passes old news on as new.
+        # Noted by the asking thread: a lagging event loop would take old news for new.
         self.queue.saw(seen)
         return seen
 
     def _make(self, gate: Gate | None) -> Hold | Reading:
         with self.queue.asking():
             found = self.attempt.make(gate)
-        # In the same step: a task that is cancelled in a later one keeps the key.
+        # In the same step: a task that is cancelled in another one would keep the key.
         if isinstance(found, Reading):
             self.queue.saw(found)
         elif gate is not None and gate.shows_waiter:
@@ -231,7 +232,7 @@ class _Wait:
         return found
 
     def _enter(self, gate: Gate, seconds: float) -> Gate:
-        # In the thread that sleeps: the event loop may be blocked when it wakes.
+        # Noted by the thread that sleeps: when it wakes, the event loop may be blocked.
         self.queue.sleeps(seconds)
         gate.enter(seconds)
         self.queue.wakes()
@@ -257,7 +258,7 @@ class _Wait:
                     "waiting key=%r permit=%s holder=%s",
                     *(attempt.key, seen.permit, visible(seen.holder)),
                 )
-            # Somebody has let this waiter in, and the key is very likely free.
+            # If somebody lets this waiter in, the key is very likely free: don't look.
             try:
                 known_for = now - known_since
                 let_in = await self._pause(seen, gate, until, known_for)
@@ -283,8 +284,8 @@ class _Wait:
     def _yields(self, seen: Reading, gate: Gate | None) -> bool:
         """Tell whether to queue again rather than ask for a free key.
 
-        Its gate's owner is about to take it. Not after a force release: the former
-        holder may still have the gate.
+        The owner of the key's gate is about to take the key. Not after a force release:
+        then the former holder may still have the gate.
         """
         if gate is None or gate.held or gate.is_bell or seen.acquired_at is None:
             return False
@@ -312,10 +313,10 @@ class _Wait:
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         abandoned = queues.is_abandoned(self.backend, self.key)
         if gate is not None and not _is_held(gate) and not abandoned:
-            # Not until later: it would sit out the hold of whoever is let in.
+            # Not beyond this waiter's time: it would sit out the next one's hold.
             wait = min(gate.patience(seen.remaining), self.attempt.give_up - now)
             if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
-                # After that, nobody yields to a gate whose owner does not come.
+                # After the grace, nobody yields to a gate whose owner is absent.
                 wait = min(wait, PINNED_GRACE + seen.remaining)
             if wait >= gate.shortest:
                 await self.place.call(partial(self._enter, gate, wait))
