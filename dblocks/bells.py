@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Bell:
-    """Rings for whoever waits, or will wait next.
+    """Wakes the thread that waits, or the next one that will.
 
     Attributes:
         rung_for: Why it rang last.

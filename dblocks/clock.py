@@ -4,8 +4,8 @@ Durations are measured by a monotonic clock that also counts the time during
 which the machine was suspended, where the system has one: a laptop that slept
 for an hour must not believe that its lease of 30 seconds still runs.
 
-Tests that freeze Python's clocks, as with freezegun, don't freeze this one: whoever
-waits for something measures by it, because such a wait would never end.
+Tests that freeze Python's clocks, as with freezegun, don't freeze this one: waits are
+measured by it too, and would never end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data that refuses whoever comes with an outdated fencing token."""
+"""Models whose rows refuse writes that come with an outdated fencing token."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class FencedQuerySet(models.QuerySet[M]):
         features = connections[self.db].features
         with transaction.atomic(using=self.db):
             if not features.has_select_for_update:
-                # SQLite's one writer: who reads first fails if another writes then.
+                # On SQLite a transaction that has read fails if another writes next.
                 nothing = tokens.filter(fencing_token=None)
                 nothing.update(fencing_token=F("fencing_token"))
-            # First all rows that are there, so that a change of what the filter asks
-            # for doesn't hide the ones that refuse.
+            # First lock all rows that match: a concurrent change of what the filter
+            # asks for must not hide the rows that refuse.
             of = ("self",) if features.has_select_for_update_of else ()
             locked = self.order_by("pk").select_for_update(of=of)
-            # A filter across a relation may find a row several times. What is
-            # distinct can't be locked.
+            # A filter across a relation may find a row several times, but a DISTINCT
+            # query can't lock.
             locked.query.distinct = False
             found = _keys(locked, tokens.model)
             those = tokens.filter(pk__in=list(found.values()))
@@ -130,7 +130,7 @@ class FencedModel(models.Model):
     """
 
     if TYPE_CHECKING:
-        # Not for those who read annotations at run time: these can't be evaluated.
+        # For type checkers only: these annotations can't be evaluated at run time.
         fencing_token: models.BigIntegerField[Any, int]
         objects: ClassVar[_FencedManager[Self]]
     else:
@@ -167,7 +167,7 @@ class FencedModel(models.Model):
                 if not is_known and tokens.filter(pk=self._token_pk()).exists():
                     raise _refused(type(self), fence, token)
                 self._save(*args, **kwargs)
-                # If not, another may have inserted it since, with a higher token.
+                # If it had no row, another may have inserted one, with a higher token.
                 if not (
                     is_known or own(pk=self._token_pk()).update(fencing_token=token)
                 ):
@@ -177,11 +177,11 @@ class FencedModel(models.Model):
             raise
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        """Save the object, whose token the row keeps, and the object too."""
+        """Save the object; both its row and the object keep their token."""
         token = self.__dict__.get("fencing_token")
         super().save(*args, **kwargs)
         if token is not None:
-            # Without RETURNING, Django forgets what it has written as an expression.
+            # Without RETURNING, Django drops a field that it wrote as an expression.
             self.__dict__.setdefault("fencing_token", token)
 
     async def asave(self, *args: Any, fence: Fence = ..., **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ class FencedModel(models.Model):
         await sync_to_async(self.save)(*args, fence=fence, **kwargs)
 
     def _token_pk(self) -> Any:
-        """Return the primary key of the row that has the token, an ancestor's maybe."""
+        """Return the primary key of the row with the token, perhaps an ancestor's."""
         owner = _tokens(type(self), None).model
         pk = getattr(self, owner._meta.pk.attname)
         link = self._meta.get_ancestor_link(owner)
@@ -208,7 +208,7 @@ def _tokens(model: type[models.Model], using: str | None) -> models.QuerySet[Any
 
 
 def _keys(rows: models.QuerySet[Any], owner: type[models.Model]) -> dict[Any, Any]:
-    """Return the rows' primary keys, and those of their rows that have the tokens."""
+    """Return the rows' primary keys, each with that of the row that has its token."""
     names = [field.name for field in rows.model._meta.pk_fields]
     if len(names) > 1:
         # A composite key: Django knows no inheritance between tables with it.

@@ -1,4 +1,4 @@
-"""What to do when this process forks, on systems where processes do."""
+"""Functions to call when this process forks. On Windows no process does."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ lock_force_released = Signal()
 
 
 def send(signal: Signal, sender: object, **facts: object) -> None:
-    """Send a signal with ``send_robust``.
+    """Send a signal with ``send_robust``, and drop the tracebacks of its errors.
 
-    Errors that it returns refer to its frame, and that to them: until the garbage
-    collector finds them, they would keep all callers' leases alive.
+    An error that it returns and its frame refer to each other: until the garbage
+    collector finds the two, they would keep all callers' leases alive.
     """
     for _, answer in signal.send_robust(sender, **facts):
         if isinstance(answer, Exception):
@@ -65,10 +65,10 @@ def send(signal: Signal, sender: object, **facts: object) -> None:
 
 
 class Observer(Protocol):
-    """Is told of grants, time-outs, releases and losses, with less effort.
+    """Hears of grants, time-outs, releases and losses, at less cost than a signal.
 
-    Where their signals are sent, and of a grant in the context of who asked. It must
-    not raise.
+    It is called where the signals are sent; for a grant, in the caller's context. It
+    must not raise.
     """
 
     def acquired(self, attempt: Attempt) -> None: ...
@@ -85,7 +85,7 @@ observer: Observer | None = None
 
 
 def log_timeout(error: LockTimeout, waited: float) -> None:
-    """Log, once, that somebody goes without a lock: why a job did not run."""
+    """Log, once, that a caller goes without a lock: the reason why a job didn't run."""
     logger.info(
         "timed out key=%r holder=%s note=%r permit=%s waited=%.3f",
         error.key,
@@ -108,7 +108,7 @@ def log_request(row_key: str, grant: Described, *, by: object, reason: str) -> N
 def announce_force_release(
     sender: type, row_key: str, grant: Described, **how: object
 ) -> None:
-    """Log that a grant was ended over its holder's head, and send the signal."""
+    """Log that a grant was ended without its holder's consent, and send the signal."""
     told = _told(row_key, grant, **how)
     logger.warning(
         "force-released key=%(key)r permit=%(permit)s owner=%(owner)s "
@@ -132,6 +132,6 @@ def _told(row_key: str, grant: Described, **how: object) -> dict[str, object]:
 
 
 def shown(told: dict[str, object]) -> dict[str, object]:
-    """Return what is told as one line of a log may show it."""
+    """Return facts with their free texts made safe for one line of a log."""
     free = ("owner", "holder", "by", "reason")
     return told | {name: visible(str(told[name])) for name in free if name in told}

@@ -66,7 +66,7 @@ class BaseBackend(ABC):
     has_movable_clock = True
     #: What OpenTelemetry's semantic conventions call its server (``db.system.name``).
     system: str | None = None
-    #: What it raises when it can't be reached, or can't do what was asked.
+    #: What the engine raises if it can't be reached, or can't do what was asked.
     errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
     #: Names that the entry of every engine in ``DBLOCKS`` may have.
     common_names = frozenset({"BACKEND", "LEASE", "TIMEOUT", "OPTIONS"})
@@ -160,8 +160,8 @@ class BaseBackend(ABC):
         """Grant several free keys at once, or none; ``None`` if that isn't possible.
 
         After a ``None`` the caller asks for the keys one by one, and learns who has
-        one. Where a refused caller must not write, it learns that here, and asks for
-        them one by one only if it has time left.
+        one. Where a refused caller must not write, the answer is ``Taken``, and the
+        caller asks one by one only if it has time left.
 
         Args:
             request: For whom, and how; its own key is ignored.
@@ -196,9 +196,9 @@ class BaseBackend(ABC):
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027
-        """Free what the process has or waits for, if the engine keeps it otherwise.
+        """Free the keys and queue places of this process, which is about to end.
 
-        For a process that ends at once.
+        Needed if the engine would keep them beyond the process's end.
         """
 
     def reason(self, grant: Grant) -> str:
@@ -211,11 +211,11 @@ class BaseBackend(ABC):
         return self.has_table and using == self.using
 
     def can_write(self) -> bool:
-        """Tell whether a re-entry can be recorded now; else it is only counted here."""
+        """Tell whether a re-entry can be written now, not only counted here."""
         return True
 
     def check_caller(self) -> None:  # noqa: B027
-        """Raise if async code would wait for a transaction of the sync code around."""
+        """Raise if async code would wait for a transaction of its own sync caller."""
 
     def guard(self, grants: Sequence[Grant], using: str | None) -> None:
         """Verify and pin grants in the caller's transaction.
@@ -304,7 +304,7 @@ class BaseBackend(ABC):
         return True
 
     def ask_holder(self, row_key: str, version: int | None) -> Described | None:
-        """Record that somebody asks for a row that is held, with this version or any.
+        """Record that a row's holder is asked to finish, with this version or any.
 
         Returns:
             Owner, holder and token of the grant, if there is one.
@@ -352,8 +352,8 @@ class BaseBackend(ABC):
     ) -> None:
         """Remember a renewal that only a test's own connection can make.
 
-        ``answer`` is called with the outcome. If ``is_live`` says no by then, nobody
-        needs it any more.
+        ``answer`` is called with the outcome. If ``is_live`` returns ``False`` by then,
+        the renewal is dropped.
         """
 
     def move_clock(self, seconds: float) -> None:

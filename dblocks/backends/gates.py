@@ -20,7 +20,7 @@ class Gate(ABC):
 
     #: Whether the caller has it.
     held = False
-    #: Whether it can be had only while the key, or a permit of it, is free.
+    #: Whether a waiter gets it only while the key, or one of its permits, is free.
     is_bell = False
     #: Whether it shows others that its owner is waiting, and doesn't hold the key.
     shows_waiter = False
@@ -44,12 +44,12 @@ class Gate(ABC):
         """
 
     def show_waiter(self, waits: bool) -> None:
-        """Show whoever counts waiters that the owner waits, or no longer waits."""
+        """Show those who count waiters whether the gate's owner still waits."""
         self.shows_waiter = waits
 
     @abstractmethod
     def leave(self) -> None:
-        """Let the next one in. Never raises; may be called from any thread."""
+        """Let the next waiter in. Never raises; may be called from any thread."""
 
 
 class GateClosed(Exception):

@@ -21,8 +21,8 @@ FOREVER = 10.0**9
 PINNED_GRACE = 0.25
 """Seconds for which a key that is free but can't be taken is tried again.
 
-A transaction may have it pinned, perhaps only for an instant. Or others queue for it;
-if they haven't taken it by then, they won't.
+A transaction may have the row pinned, perhaps only for an instant. Or others queue for
+the key; if they haven't taken it by then, they count as stopped.
 """
 
 
@@ -31,7 +31,7 @@ class Grant(NamedTuple):
 
     Attributes:
         version: The fencing token; ``None`` on an engine without tokens.
-        identity: There, tells this grant from others of its owner.
+        identity: On such an engine, tells this grant from others of its owner.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Granted(NamedTuple):
     Attributes:
         limit: No renewal moves the expiry beyond this many seconds from now.
         again: The owner had the key already, in another thread or process.
-        gate: The key's gate, if it was entered for this; left after the release.
+        gate: The key's gate, if the grant entered it; the release leaves it.
     """
 
     grant: Grant
@@ -66,7 +66,7 @@ class Binding(NamedTuple):
         test_connection: The connection of a ``TestCase`` that it was granted on.
         is_rolled_back: Tells whether the test that it was granted in is over.
         renewal_bar: Tells whether a renewal would harm the thread's work. Other threads
-            call that, for as long as the grant is held.
+            call this function for as long as the grant is held.
     """
 
     test_connection: object = None
@@ -87,9 +87,9 @@ class Request:
         permit: The permit to begin with.
         explicit: The caller gave the owner's id, which may hold the key already in
             another thread or process.
-        forfeits: Says, once, how many holds of a grant of that owner were lost here
+        forfeits: Returns, once, how many holds of a grant of that owner were lost here
             and not released.
-        returns: Takes back such holds if they were not subtracted.
+        returns: Takes such holds back if they were not subtracted.
         gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
         identity: The identity of a new grant, where tokens don't tell one from another.
@@ -117,15 +117,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was seen of a key that somebody has.
+    """What a look at a key has seen; by default, a key that nobody has.
 
     Attributes:
         remaining: Seconds until the key is free by itself. 0 or less: it is free, or,
             if an attempt has failed all the same, a transaction pins it.
         limit: Seconds beyond which no renewal moves the expiry.
         permit: Which permit of the lock was seen: the one that will be free first.
-        owners: Who has one of the lock's permits, as far as that was seen too.
-        identity: On an engine without tokens, that of the latest grant.
+        owners: The owners of the lock's permits, as far as they were seen.
+        identity: On an engine without tokens, the identity of the latest grant.
     """
 
     owner: str = ""
@@ -188,7 +188,7 @@ class Reading:
 
 
 class Taken(NamedTuple):
-    """The answer to a request for several keys that one of them refuses.
+    """The answer to a request for several keys of which this one is taken.
 
     Nothing was written.
     """
