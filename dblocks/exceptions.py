@@ -11,7 +11,7 @@ from .texts import visible
 class LockError(Exception):
     """The base class of what dblocks raises about locks.
 
-    Raised itself when one owner nests both forms of a lock on one key.
+    It is raised itself if one owner nests both forms of a lock on one key.
     """
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -58,9 +58,9 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     A lock with permits has a row for each of them; ``permit``, from 0 to 999, names
     one. Without ``permit`` a verb is about the row of a lock without permits.
 
-    A key that can't name a lock is an :exc:`~dblocks.InvalidKey`, and another wrong
-    argument a ``TypeError`` or ``ValueError``. A fault of the database is Django's
-    ``DatabaseError``; it never means "taken".
+    A key that can't name a lock raises :exc:`~dblocks.InvalidKey`; another wrong
+    argument raises ``TypeError`` or ``ValueError``. A fault of the database raises
+    Django's ``DatabaseError``, which never means "taken".
     """
 
     def held(self) -> LockQuerySet:
@@ -128,7 +128,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             queued=True,
         )
         patience = clock.monotonic() + PINNED_GRACE
-        # A new row's token is read from the floor.
+        # If this inserts a row, it locks the floor to read the row's token from it.
         transactions.note_row_lock(self.db, deletion.FLOOR)
         while True:
             answer = table.take(owed.settled(self.db), request)
@@ -212,7 +212,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
             age = validation.age(older_than)
             rows = rows.filter(acquired_at__lte=After(UtcNow(), Value(-age)))
         missed = None
-        # The same one again is a snapshot's, older than what the update sees.
+        # The same grant again comes from a snapshot older than what the update sees.
         while (row := rows.first()) and (row.owner, row.version) != missed:
             grant = Grant(row_key, row.owner, row.version)
             if interventions.end_grant(self.db, grant, holder=row.holder, **how):
@@ -312,7 +312,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         self._result_cache = None
         return deletion.remove(self, models.QuerySet.delete)
 
-    # As Django's own, it is no method of the manager.
+    # Like Django's own delete(), it isn't a method of the manager.
     delete.queryset_only = True  # type: ignore[attr-defined]
     delete.alters_data = True  # type: ignore[attr-defined]
 

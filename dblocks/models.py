@@ -84,9 +84,9 @@ class DistributedLock(models.Model):
         fields: Any | None = None,
         from_queryset: Any | None = None,
     ) -> None:
-        """As Django's, but read from where the row is, deferred fields too.
+        """As Django's, but read the row, and deferred fields, from its own database.
 
-        A router may read from a replica, which lags behind.
+        A router might choose a replica, which lags behind.
         """
         if from_queryset is None:
             using = using or self._state.db

@@ -118,11 +118,11 @@ class TransactionLock:
 
     @property
     def key(self) -> Key | None:
-        """The key of a lock that has one."""
+        """The key, or ``None`` for a lock of several keys."""
         return self.keys[0] if self._is_one else None
 
     def with_keys(self, keys: str | tuple[str, ...]) -> TransactionLock:
-        """Return the same lock for other keys; one is given alone."""
+        """Return the same lock for other keys; a single one is given as a ``str``."""
         lock = object.__new__(TransactionLock)
         is_one = isinstance(keys, str)
         lock.__dict__.update(
@@ -215,9 +215,9 @@ def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
 
 
 def _refuse_without_autocommit(using: str) -> None:
-    """Raise if nobody sees where the transaction with the row ends."""
+    """Raise if autocommit is off: the end of such a transaction can't be seen."""
     connection = connections[using]
     if not connection.settings_dict["AUTOCOMMIT"]:
-        # Only an open connection tells.
+        # Only an open connection tells whether it is off.
         connection.ensure_connection()
     transaction_is_open()
