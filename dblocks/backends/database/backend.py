@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 _of_tests: dict[tuple[str, str], tuple[Connection, object]] = {}
-"""Databases and keys that tests have asked for: their connection and outermost block.
+"""By database and key, the connection and outermost block of the test that asked.
 
 Not a backend's, because a test may replace the setting, and with it all backends.
 """
@@ -169,7 +169,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         except OperationalError as error:
             if not _is_busy(own, error):
                 raise
-            # The owner has the key; the row can be written some other time.
+            # The owner has the key; only the process counts this re-entry.
             return Renewed()
 
     def may_have_written(self, error: BaseException) -> bool:
@@ -184,7 +184,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             keys,
             patience=patience,
             writes=False,
-            # Only who waits for one of them says for how long.
+            # Only a waiter, which the server has answered before, gives its patience.
             answered=patience is not None,
         )
 
@@ -274,7 +274,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     def can_write(self) -> bool:
         connection = connections[self.using]
-        # In a TestCase, a savepoint that is rolled back would take the entry along.
+        # In a TestCase, the rollback of a savepoint would undo the re-entry's write.
         undoable = transactions.in_test_case(connection)
         if undoable and transactions.in_transaction(connection):
             return False
@@ -305,7 +305,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
     def binding(self) -> Binding:
         own, bar = connections[self.using], None
         if not dialects.of(own).has_row_locks:
-            # A transaction that has read can't write once somebody else has written.
+            # After a renewal's write, a transaction that has read before can't write.
             bar = partial(transactions.in_transaction, own)
         if own.in_atomic_block and transactions.in_test_case(own):
             return Binding(own, transactions.end_of_test(own), bar)
@@ -373,7 +373,7 @@ def _see_while_busy(own: Connection, keys: Sequence[str]) -> Reading:
     except OperationalError as error:
         if not _is_busy(own, error):
             raise
-        # It keeps readers out as well.
+        # The other transaction keeps readers out as well.
         return Reading()
     return first_free(seen, keys)
 

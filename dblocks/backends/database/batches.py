@@ -1,4 +1,4 @@
-"""Many rows in few statements, and few different ones: batches of certain sizes."""
+"""Batches of a few fixed sizes: many rows in few statements, with few texts."""
 
 from __future__ import annotations
 

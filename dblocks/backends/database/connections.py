@@ -38,13 +38,13 @@ logger = logging.getLogger("dblocks")
 T = TypeVar("T")
 
 LEAST_REPEATS = 5
-"""How often an operation that collides with another is repeated, however late it is."""
+"""How often a collision is repeated at least, even if the patience is over."""
 
 OUTAGE = 5.0
 """The most seconds for which one operation tries to reach a server that went away."""
 
 RECONNECTING = 10
-"""How many times as long to pause while the server can't be reached again."""
+"""The factor by which pauses are longer while the server can't be reached again."""
 
 
 BESIDE_WRITER = (
@@ -87,7 +87,7 @@ def is_alone(connection: Any) -> bool:
 
 @contextmanager
 def reading_beside(connection: Connection) -> Iterator[Connection]:
-    """A connection for reads that an open transaction can't make, or not yet."""
+    """A connection for reads that the open transaction can't make, or mustn't yet."""
     if is_alone(connection):
         yield connection
         return
@@ -182,8 +182,9 @@ def _spare(connection: Connection) -> Connection | None:
         return separate_connection(connection.alias)
     if connection.in_atomic_block:
         return None
-    # SQLite's one writer may be at work. Another object, because the interrupted code
-    # may have the mutex of Django's: since Python 3.14, signal handlers run there.
+    # The interrupted code may be SQLite's one writer, so this uses its connection, but
+    # through another object: since Python 3.14 a signal handler may run while that code
+    # has the mutex of Django's object.
     twin: Connection = connection.copy()
     twin.connection, twin.autocommit = connection.connection, connection.autocommit
     return twin
@@ -192,7 +193,7 @@ def _spare(connection: Connection) -> Connection | None:
 def _put_away(spare: Connection, *, served: bool) -> None:
     raw = spare.connection
     if raw is not None and any(raw is busy.connection for busy in _thread.busy):
-        # What was interrupted goes on with it.
+        # The interrupted operation goes on with this connection.
         spare.connection = None
     elif served and _would_use_pool(connections[spare.alias]):
         idle.give_back(spare)
@@ -221,11 +222,11 @@ def run(
         own: The thread's connection to the database.
         operation: Gets the connection and the arguments.
         writes: Whether it writes; a SQLite transaction allows reads beside it.
-        again: Replaces it once it may have been carried out and its answer was lost.
-        one_statement: On a connection that was dropped before, none of it was done.
-        answered: The server has answered an earlier operation of this wait, so that it
-            is waited for if it went away; as it is if this thread has met a connection
-            that was dropped.
+        again: Replaces the operation once its answer was lost: it may have been done.
+        one_statement: The operation is one statement: if its connection was dropped
+            before, nothing of it was done.
+        answered: The server has answered an earlier operation of this wait. If it went
+            away, it is waited for, as it is if a connection of this thread was dropped.
     """
     started, waited, attempt, busy = clock.monotonic(), 0.0, 0, _thread.busy
     dropped = answered or own.alias in _thread.unusable
@@ -271,7 +272,7 @@ def _sits_out(
     attempt: int,
     reconnecting: bool,
 ) -> float:
-    """Return for how many seconds errors of a kind are sat out."""
+    """Return for how many seconds errors such as this one are sat out."""
     dialect = dialects.known(connection)
     seconds = dialect.sits_out(connection) if patience is None else patience
     if attempt < LEAST_REPEATS and seconds and dialect.is_collision(error):
@@ -318,7 +319,7 @@ def _may_repeat(
 def _may_be_done(
     dialect: dialects.Dialect, error: Exception, reconnecting: bool, one_statement: bool
 ) -> bool:
-    """Tell whether an operation may have been carried out without its answer."""
+    """Tell whether an operation may have been carried out, but its answer was lost."""
     if isinstance(error, ReplyLost):
         return True
     if reconnecting or not dialect.is_lost(error):

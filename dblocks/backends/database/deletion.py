@@ -1,6 +1,6 @@
-"""Deleting rows, so that the tokens of new ones can't start below theirs.
+"""Deletes rows, and keeps the tokens of later rows above theirs.
 
-The floor, below which none starts, is raised before the rows are deleted.
+Before rows are deleted, the floor is raised: no new row's tokens start below it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .table import ensure_floor, numbered
 T = TypeVar("T")
 
 SPARE = 1_000_000
-"""How far the floor is raised above itself and the rows' tokens: more than those rise
-until the rows are deleted, also above what an old snapshot shows of them."""
+"""How far the floor is raised above itself and the rows' tokens: by more than these can
+have risen since an old snapshot, or can rise until the rows are deleted."""
 
 FLOOR = "\0floor"
 """The floor among the rows that a transaction has locked. No key has a NUL."""
@@ -58,8 +58,9 @@ def prune(using: str, stale: Any, keys: Sequence[str]) -> int:
 def remove(rows: Any, delete: Callable[[Any], T]) -> T:
     """Have Django delete the rows of a queryset, held ones too.
 
-    The floor's transaction is not the caller's, because nobody can make a row while a
-    transaction has the floor locked; but if the caller's has, it would wait for itself.
+    The floor is raised outside the caller's transaction, because nobody can make a row
+    while a transaction has the floor locked. If the caller's has it locked already, the
+    floor is raised inside: on another connection that would wait for the caller.
     """
     own = connections[rows.db]
     has_floor = transactions.may_have_row_lock(own.alias, FLOOR)

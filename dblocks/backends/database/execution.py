@@ -20,8 +20,8 @@ Values = dict[str, Any]
 """What a statement's placeholders stand for."""
 
 MOST_KEPT = 64
-"""The most values of a statement whose plan is kept. There are too many longer ones,
-each for another number of keys."""
+"""The most values of a statement whose plan is kept. Longer statements are too many:
+one for each number of keys."""
 
 _NAMED = re.compile(r"%\((\w+)\)s")
 
@@ -100,7 +100,7 @@ def write(connection: Connection, name: str, grant: Grant, **values: object) -> 
 def fetch(
     connection: Connection, sql: str, values: Values, *, again: bool = False
 ) -> list[tuple[Any, ...]]:
-    """Run a statement that returns rows; if run ``again`` and again, keep its plan."""
+    """Run a statement that returns rows; keep the plan of one that runs ``again``."""
     dialect = dialects.of(connection)
     kept = again and len(values) <= MOST_KEPT
     with dialect.cursor(connection) if kept else connection.cursor() as cursor:

@@ -13,8 +13,8 @@ from .fields import UTCDateTimeField
 class UtcNow(Func):
     """The database's clock in UTC, read when the statement begins.
 
-    Not Django's ``Now()``, which is the session's local time on MySQL and MariaDB, and
-    never the transaction's clock.
+    Never the transaction's clock; and not Django's ``Now()``, which on MySQL and
+    MariaDB is the session's local time.
     """
 
     output_field = UTCDateTimeField()

@@ -57,7 +57,7 @@ class UTCDateTimeField(models.DateTimeField):  # type: ignore[type-arg]
         selected = query.annotation_select.values()
         # Where a filter asks for a window function, the result is a subquery's.
         if query.subquery and not any(each.contains_over_clause for each in selected):
-            # The database goes on with it, and needs its time zone.
+            # The database goes on to use the value, and needs its time zone.
             return sql, params
         return dialects.of(compiler.connection).utc(sql), params
 

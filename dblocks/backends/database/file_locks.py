@@ -51,7 +51,7 @@ AVAILABLE = (
 )
 
 KEPT_IDLE = 32
-"""The most descriptors of a file that are kept for later gates: of a set, all."""
+"""The most descriptors of a file that are kept for later gates: enough for a set."""
 
 MOST_OPEN = 256
 """The most open descriptors with which another gate is entered.
@@ -76,8 +76,8 @@ class _File:
 
     def open(self, path: str) -> None:
         self.name = path + SUFFIX
-        # As SQLite does for its own files next to the database: whoever can open that
-        # can open them, whatever this process's umask; what root makes is its owner's.
+        # Mode and owner are the database's, as for SQLite's own files next to it: who
+        # can open that can open this, whatever the umask, and even if root makes it.
         database = os.stat(path)
         mode = database.st_mode & 0o666
         try:
@@ -117,7 +117,7 @@ class _Descriptor:
     def __init__(self, path: str) -> None:
         self._path = path
         self._file = _File()
-        # Whatever interrupts this, it is closed with its descriptor.
+        # Opened once it is an attribute: after an interrupt __del__() closes it.
         self._file.open(path)
 
     @classmethod
@@ -147,7 +147,7 @@ class _Descriptor:
             idle.append(kept)
 
     def __del__(self) -> None:
-        # A lock that an interrupt kept from its gate is freed here.
+        # Frees a lock that an interrupt kept from reaching its gate.
         self.close()
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
@@ -162,7 +162,7 @@ class _Descriptor:
         return True
 
     def is_free(self, byte: int, length: int = 1) -> bool:
-        """Tell whether nobody else has a byte locked, or one of several."""
+        """Tell whether nobody else has any of these bytes locked."""
         answer = self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte, length)
         return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
 
@@ -188,9 +188,10 @@ _askers: dict[tuple[str, int], _Asker] = {}
 
 
 class _Asker(threading.Thread):
-    """Queues for a key's bytes, which can't be stopped, and hands on the first.
+    """Queues for a key's bytes, and hands the first one to its gate.
 
-    If its gate is left meanwhile, another gate of this process may take its place.
+    The kernel's wait can't be stopped. If the gate is left meanwhile, another gate of
+    this process may take its place.
     """
 
     def __init__(self, descriptor: _Descriptor, path: str, byte: int) -> None:
@@ -251,7 +252,8 @@ def gates_in_use(connection: Connection, keys: Sequence[str]) -> dict[str, FileL
     return {key: gate for key, gate in gates.items() if not gate.is_free()}
 
 
-#: A file has one queue, by whatever name. Following links takes longer than a lock.
+#: A file has one queue, whatever name leads to it. Cached, because following links
+#: takes longer than a lock.
 _real_path = cache(os.path.realpath)
 
 
@@ -268,7 +270,7 @@ class FileLock(Gate):
     def try_enter(self) -> bool:
         """Enter if nobody has the key's byte or queues for it."""
         if len(_File.all_open) >= MOST_OPEN:
-            # What other files have idle is closed.
+            # Close the idle descriptors of other files.
             for path in _idle.keys() - {self._path}:
                 _idle.pop(path, None)
             if len(_File.all_open) >= MOST_OPEN:
@@ -284,7 +286,7 @@ class FileLock(Gate):
         return self.held
 
     def is_free(self, *, of_all: bool = False) -> bool:
-        """Tell whether nobody has entered it, or any of its file, or queues for it."""
+        """Tell whether nobody has this gate, or any of its file, or queues for it."""
         # A length of zero reaches to the end, however far that is.
         first, length = (0, 0) if of_all else (self._byte, 2)
         with suppress(OSError):
@@ -303,7 +305,8 @@ class FileLock(Gate):
             with _mutex:
                 if not self._asks() and not self.try_enter():
                     new = self._ask()
-            # A starting thread may run the garbage collector, which may leave gates.
+            # Without the mutex: a thread's start may run the garbage collector, which
+            # may leave gates.
             if new is not None:
                 new.start()
         except (OSError, RuntimeError) as error:
@@ -314,7 +317,7 @@ class FileLock(Gate):
             self._bell.wait(seconds)
 
     def _asks(self) -> bool:
-        """Tell whether a thread queues for it, even a left-over one."""
+        """Tell whether a thread queues for this gate, perhaps an abandoned gate's."""
         asker = _askers.get((self._path, self._byte))
         if asker is None or (asker.gate is None and asker.ident is None):
             # An interrupt kept it from starting.
@@ -334,7 +337,7 @@ class FileLock(Gate):
         return asker
 
     def receive(self, descriptor: _Descriptor) -> None:
-        """Enter, with what an asker has got."""
+        """Enter, with the descriptor on which an asker has locked the byte."""
         self._descriptor, self.held = descriptor, True
         if self._bell is not None:
             self._bell.ring()
@@ -351,8 +354,8 @@ class FileLock(Gate):
             descriptor.give_back()
 
     def __del__(self) -> None:
-        # The garbage collector may run this in a thread that has the mutex. Nobody
-        # queues for a forgotten gate: its asker would refer to it.
+        # Without the mutex: the garbage collector may run this in the middle of code
+        # that has it. No asker queues for a forgotten gate: it would refer to the gate.
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             descriptor.close()

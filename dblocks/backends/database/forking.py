@@ -34,7 +34,7 @@ _files: weakref.WeakSet[Connection] = weakref.WeakSet()
 class Busy(list[Connection]):
     """The connections on which operations of a thread are under way.
 
-    The frames of those operations keep this, and outlive the thread in a forked child.
+    In a forked child those operations' frames outlive their thread, and keep this.
     """
 
     everyones: weakref.WeakValueDictionary[int, Busy] = weakref.WeakValueDictionary()
@@ -57,7 +57,7 @@ class Busy(list[Connection]):
 
 
 def in_files(besides: Busy | None = None) -> bool:
-    """Tell whether dblocks may be in SQLite in any thread, or in another one."""
+    """Tell whether dblocks may be in SQLite in any thread, or in any but one."""
     everyones = [ref() for ref in Busy.everyones.valuerefs()]
     return any(b.is_in_file() for b in everyones if b is not None and b is not besides)
 
@@ -65,7 +65,7 @@ def in_files(besides: Busy | None = None) -> bool:
 def others_use_files(mine: Iterable[Connection]) -> bool:
     """Tell whether there are connections to SQLite besides these.
 
-    One that isn't open may have been about to be opened.
+    A connection that isn't open counts: another thread may have been opening it.
     """
     return not _files <= set(mine)
 

@@ -56,7 +56,7 @@ class DatabaseGuards(BaseBackend):
         if transactions.in_test_case(connection) or self._ends_last(aliases):
             self._verify(connection, grants, alone=set(aliases) == {self.using})
         else:
-            # With autocommit off, nobody sees until when to pin.
+            # Raises with autocommit off, where nobody would see until when to pin.
             transactions.transaction_is_open()
             if dialects.of(connection).certifies:
                 # The pinning transaction is rolled back, so other nodes never see it.
@@ -72,7 +72,7 @@ class DatabaseGuards(BaseBackend):
             if not has_others:
                 unpin(self.using)
             elif isinstance(error, DatabaseError):
-                # The error may have let their rows go, which guard what these did.
+                # The error may have unpinned rows that guard these transactions' work.
                 for own in connections.all(initialized_only=True):
                     if transactions.in_transaction(own):
                         transactions.doom(own)
@@ -82,7 +82,8 @@ class DatabaseGuards(BaseBackend):
         """Tell whether the caller's transaction here outlasts those that now commit.
 
         Raises:
-            TransactionManagementError: It may not, and SQLite allows no other.
+            TransactionManagementError: It may end earlier, and SQLite allows no other
+                transaction to pin the rows.
         """
         connection = connections[self.using]
         can_pin = dialects.of(connection).has_row_locks
@@ -135,14 +136,15 @@ class DatabaseGuards(BaseBackend):
                 f"the transaction reads anything."
             )
         if error is None or reason is not None:
-            # What this transaction itself has done, nobody else can see.
+            # If this transaction itself ended the grant, only a read inside shows that.
             seen = table.read(connection, lost.key) if reason is None else None
             own = None if seen is None else seen.reason_for(lost)
             raise _lease_lost(lost, reason or own or "taken")
         if dialect.has_row_locks or not alone:
             raise error
-        # Somebody else writes, or has written: this transaction has written nothing.
-        # If it goes on after this block, it must have begun with a read.
+        # SQLite refused the write, because another transaction writes or has written:
+        # so this one has written nothing, and may commit. If it goes on after this
+        # block, it must have read the grants: else it could write after a take-over.
         if not transactions.is_outermost(connection) and not _sees(connection, grants):
             raise error
 

@@ -1,7 +1,7 @@
 """Takes keys on SQLite, where a write keeps all other writers out.
 
-A refused caller must not write. A key's gate tells without a statement that nobody has
-the key; a caller without a gate, or who comes from elsewhere, reads first. While a key
+A refused caller must not write. A caller that enters a key's gate knows without a
+statement that nobody has the key; a caller that can't enter reads first. While a key
 looks free and others have its gate, somebody is about to take it or has just released
 it: a write would meet the transaction that follows.
 """
@@ -29,7 +29,7 @@ MOST_GATES = 32
 PAUSES = 0.001, 0.002, *[0.004] * 31
 """Seconds between looks at a key that seems to be changing hands, 0.127 in all.
 
-After that, whoever has the gate is taken for stopped.
+After that, the gate's owner is taken for stopped.
 """
 
 T = TypeVar("T")
@@ -77,8 +77,8 @@ def _take_one(
             seen = table.read(connection, request.key) or Reading()
             if seen.owner != request.owner and not _is_free(seen, entrance, patient):
                 return seen
-        # Without the gate, look again before each attempt: the gate's owner may have
-        # had the key meanwhile, and released it.
+        # Without the gate, don't wait for other writers, so that each repetition looks
+        # first: the gate's owner may have had the key meanwhile, and released it.
         with nullcontext() if entered else BusyTimeout(connection, 0.0):
             answer = table.take(connection, request)
         if isinstance(answer, Granted) and entered:
@@ -110,7 +110,7 @@ def _take_any(
                     if permit_rows.is_only(connection, request, answer):
                         taken = answer._replace(gate=gate)
                         return taken
-                    # The owner has another one.
+                    # The owner has another permit.
                     return permit_rows.take(connection, request)
             finally:
                 if taken is None:
@@ -128,7 +128,7 @@ def take_all(
 ) -> list[Granted] | Taken | None:
     """Grant several keys that are free, all or none of them.
 
-    Who is refused has changed nothing.
+    A refused caller has written nothing.
     """
     return _once_settled(lambda patient: _take_all(connection, request, keys, patient))
 
@@ -165,7 +165,7 @@ def _take_all(
 def _enter(
     connection: Connection, keys: Sequence[str], *, most: int
 ) -> list[tuple[str, FileLock]]:
-    """Enter gates that can be entered now, at most so many."""
+    """Enter gates without waiting, until one has no gate or ``most`` are entered."""
     entered: list[tuple[str, FileLock]] = []
     with suppress(GateClosed):
         for key in keys:
@@ -186,7 +186,8 @@ def _queue(connection: Connection, key: str) -> FileLock | None:
 def _is_free(seen: Reading, gate: FileLock | None, patient: bool) -> bool:
     """Tell whether a key is free, even if others have its gate or queue there.
 
-    They may be stopped; or a holder has its gate that was replaced and doesn't know it.
+    Those others may be stopped; or a former holder, who doesn't know that the lease is
+    lost, still has the gate.
     """
     if gate is None or seen.remaining > 0:
         return seen.remaining <= 0

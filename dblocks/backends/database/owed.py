@@ -1,4 +1,4 @@
-"""Renewals owed on the connections of tests: nobody else sees the rows there.
+"""Renewals owed to tests: only a test's own connection sees its rows.
 
 Not a backend's, because a test may replace the setting, and with it all backends.
 """
@@ -18,7 +18,7 @@ class _Owed(NamedTuple):
     renewal: Renewal
     answer: Callable[[Renewed], object]
     is_live: Callable[[], bool]
-    #: The block, or the savepoint, that it was made in, which may be rolled back.
+    #: The block, or the savepoint, that it was made in, whose rollback would undo it.
     block: object = None
 
 
@@ -38,11 +38,11 @@ def owe(
 def catch_up(connection: Connection) -> None:
     """Make the renewals that are owed on a connection.
 
-    Again, if the block that they were made in has ended, perhaps by a rollback.
+    A renewal is made again if its block has ended, perhaps by a rollback.
     """
     if not (_owed and connection.in_atomic_block):
         return
-    # Not the blocks: one that decorates a function is the same at each call.
+    # Savepoints, not blocks: a decorator's block is the same object at each call.
     blocks = [connection.atomic_blocks[0], *filter(None, connection.savepoint_ids)]
     due: dict[tuple[object, Grant], _Owed] = {}
     for place, it in list(_owed.items()):

@@ -30,7 +30,7 @@ class _Beside(dict[str, Connection]):
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # A forked child drops those of other threads: they are the parent's.
+        # A forked child only drops those of other threads: they are the parent's.
         if self._pid == os.getpid():
             for connection in self.values():
                 close(connection)
@@ -67,8 +67,8 @@ def separate_connection(alias: str, **limits: int) -> Connection:
         # Some drivers know fractions, and some wait for ever below zero.
         if not 0 < float(options.get(name) or 0) <= limit:
             options[name] = limit
-    # Its own settings, which name the test database too. Not copy(), for options that
-    # can't be copied, such as an SSLContext. What nobody commits, nobody else sees.
+    # The settings of the connection, which name the test database too. Not copy(): some
+    # options, such as an SSLContext, can't be copied. With autocommit: nobody commits.
     settings = {**own.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     connection: Connection = type(own)(settings, alias)
     _open_whole(connection)
@@ -79,9 +79,9 @@ def separate_connection(alias: str, **limits: int) -> Connection:
 
 
 def _open_whole(connection: Connection) -> None:
-    """Close a connection whose opening an error ends: it may lack autocommit or a role.
+    """Have a connection closed if an error ends its opening.
 
-    Django would use it as it is, without the statements that were still to come.
+    Django would use it half set up: it may lack autocommit or a role.
     """
     kind, its_own = type(connection), weakref.ref(connection)
 
@@ -160,7 +160,7 @@ class IdleConnections:
             close(connection)
 
     def close_idle(self, older_than: float = 0.0) -> None:
-        """Close what has been idle for so many seconds."""
+        """Close connections that have been idle for longer than this, in seconds."""
         since = clock.monotonic() - older_than
         for idle in list(self._idle.values()):
             # Others may take a connection that is seen here.
@@ -211,7 +211,7 @@ def pin_connection(alias: str) -> Connection:
                 connection.cursor().execute(READ_COMMITTED)
                 connection.isolation_level = "read committed"  # type: ignore[attr-defined]
             if dialect.may_idle:
-                # A limit of the session's would let go what is pinned.
+                # A time limit of the session would unpin the rows.
                 connection.cursor().execute(dialect.may_idle)
         except BaseException:
             close(connection)
@@ -227,7 +227,7 @@ def is_pinning(alias: str) -> bool:
 
 
 def unpin(alias: str) -> None:
-    """Let go of what this thread has pinned, for which nothing is to be committed."""
+    """Unpin this thread's rows of a database; nothing that they guard will commit."""
     _discard(_thread.pins, alias)
 
 
@@ -291,8 +291,8 @@ def discard_if_idle(own: Connection, used: Connection) -> None:
 def _close_inherited() -> None:
     """Close the parent's connections that would harm the child's.
 
-    If another thread may have been in SQLite, that would harm the parent's, or wait for
-    ever.
+    Not if another thread may have been in SQLite: closing would harm the parent's
+    connections, or wait for ever.
     """
     mine = [*_open, *connections.all(initialized_only=True)]
     if forking.in_files() or forking.others_use_files(mine):

@@ -27,7 +27,7 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def take_again(connection: Connection, request: Request) -> Granted | Reading:
-    """The same if the owner may have a permit already."""
+    """:func:`take` for an owner that may have a permit already."""
     keys = row_keys(request.key, request.permits)
     in_turn = keys[request.permit :] + keys[: request.permit]
     for attempt in range(3):
@@ -39,8 +39,8 @@ def take_again(connection: Connection, request: Request) -> Granted | Reading:
             one = replace(request, key=mine, permits=1)
             answer = table.join(connection, one, seen[mine])
         elif free:
-            # All who present the owner's id begin with the same one, where the second
-            # finds that the owner has it.
+            # All who present the owner's id begin with the same permit, so the second
+            # of them finds that the owner has it.
             answer = take_one(connection, request, free[0])
             if attempt and isinstance(answer, Reading):
                 answer = _take_another(connection, request, free[1:], seen)
@@ -63,7 +63,7 @@ def _take_another(
 ) -> Granted | Reading:
     """Grant any of several permits, or else make the row of one that has none."""
     known = [key for key in free if key in seen]
-    # As many as ever, so that the statement is always the same.
+    # Always one slot for each permit, so that the statement is always the same.
     slots = known + known[:1] * (request.permits - len(known))
     grant = _grant_any(connection, request, slots, known[0]) if known else None
     if grant is not None:
@@ -84,7 +84,7 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
     try:
         seen = table.read_all(connection, keys)
     except BaseException:
-        # Nobody receives it, unless the owner asks again.
+        # Nobody receives this permit. If the owner asks again, the hold is subtracted.
         request.returns(granted.grant, 1)
         raise
     if owned(seen, request.owner) is None:
@@ -119,7 +119,7 @@ def _take(connection: Connection, request: Request) -> Granted | Reading:
             missing = [key for key in keys if key not in seen]
             if not missing:
                 return first_free(seen, keys)
-            # Many may begin at the same time.
+            # At random, because many callers may begin at the same time.
             try:
                 grant = table.create(connection, request, random.choice(missing))
             except table.GapLocked:

@@ -184,12 +184,12 @@ def _lock(connection: Connection, wait: Wait, fresh: bool) -> Any:
 
 
 def _are_locked(connection: Connection, wait: Wait, fresh: bool) -> bool:
-    """Tell why no row was had: others have locked one, not that it can't be seen."""
+    """Tell whether others have locked a row, not that this transaction can't see it."""
     dialect = dialects.of(connection)
     if dialect.snapshots_hide_rows:
         return bool(_free_rows(connection, wait).count() == len(wait.keys))
     if not fresh and dialect.session_isolation(connection) not in WITHOUT_SNAPSHOT:
-        # Or it was leased, and this transaction has locked it.
+        # Or the row was leased meanwhile, and this transaction keeps it locked.
         wait.may_pin = True
         wait.may_pin = run(connection, table.is_locked, wait.key) and (
             not table.is_locked(connection, wait.key)
@@ -205,9 +205,9 @@ def _free_rows(connection: Connection, wait: Wait, *more: str) -> Any:
 def _select(connection: Connection, wait: Wait, fresh: bool) -> Any:
     """Lock the rows if none has a lease; ``None`` if one has, or can't be seen.
 
-    It writes the rows on PostgreSQL, which then refuses them to the next transaction if
-    that has a snapshot that is older than this one's commit: this one need have none.
-    In a cluster that makes one of two transactions on different nodes fail.
+    On PostgreSQL it writes the rows: a later transaction with a snapshot that is older
+    than this one's commit is then refused, even if this one has no snapshot itself. In
+    a cluster the write makes one of two transactions on different nodes fail.
     """
     skip, left = wait.how.skip, wait.left
     nowait = left == 0 and not skip
@@ -220,7 +220,7 @@ def _select(connection: Connection, wait: Wait, fresh: bool) -> Any:
         with dialect.bounded(connection, limit):
             rows = {row.key: row for row in locking}
             if len(rows) < len(wait.keys):
-                # Where that is possible, unlock the others.
+                # Leaving the block unlocks the rows that matched, on PostgreSQL.
                 raise Incomplete
             if dialect.certifies or dialect.snapshots_hide_rows:
                 table.touch(connection, list(rows))
@@ -270,6 +270,6 @@ def _stays_locked(connection: Connection, key: str) -> bool:
         time.sleep(pause)
         if not run(connection, table.is_locked, key):
             return False
-    # Another one may have it, such as the holder's guard.
+    # Another transaction may have it locked, such as one with the holder's guard.
     isolation = dialects.of(connection).session_isolation(connection)
     return isolation not in WITHOUT_SNAPSHOT or not table.is_locked(connection, key)

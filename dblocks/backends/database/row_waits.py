@@ -83,6 +83,6 @@ def rows_of(connection: Connection) -> Any:
 
 
 def end_overdue(connection: Connection, rows: Mapping[str, Any]) -> None:
-    """End what overdue holders have: a guard of theirs would still let them commit."""
+    """End the grants of overdue holders, whose guards would still let them commit."""
     grants = [Grant(r.key, r.owner, r.version) for r in rows.values() if r.owner]
     several_rows.undo(connection, grants)

@@ -109,7 +109,8 @@ def waiters(connection: Connection, keys: Iterable[str]) -> Mapping[str, int]:
     with connection.cursor() as cursor:
         lengths = dict(dialects.send(cursor, dialect.queues, None, "fetchall"))
     names = {key: dialect.session_lock_name(connection, key) for key in keys}
-    # The first of a queue has the gate; but the key's holder may have it too.
+    # The first waiter may have the gate, and no longer queue for it. Its second lock
+    # tells it from the key's holder, who may have the gate as well.
     firsts = {key: dialect.session_lock_name(connection, key + _FIRST) for key in names}
     taken = dialect.taken_session_locks(connection, list(firsts.values()))
     counts = {
@@ -179,7 +180,7 @@ class SessionLock(Gate):
             with suppress(RuntimeError):
                 threading.Thread(target=self.leave, daemon=True).start()
             return
-        # Whoever still queues in another thread cleans up afterwards.
+        # A thread that is still queueing has the mutex, and cleans up afterwards.
         if self._pid != os.getpid() or not self._mutex.acquire(blocking=False):
             return
         try:

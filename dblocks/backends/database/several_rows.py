@@ -19,8 +19,8 @@ def take(
 ) -> list[Granted] | None:
     """Grant several keys that are free, all or none of them.
 
-    Where one statement does that, the rows that are missing are made before, unless
-    one of the keys is taken. They stay, free, if others get one in between.
+    Where one statement does that, missing rows are made, free, and the grant is tried
+    again, unless one of the keys is taken. The rows stay even if that is refused.
 
     Args:
         request: For whom, and how; its own key doesn't matter.
@@ -64,7 +64,7 @@ def _take(
 def take_again(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
-    """The same after an attempt that may have been carried out."""
+    """:func:`take`, after an attempt that may have been carried out."""
     if request.explicit:
         return None
     values = {"owner": request.owner, **table.numbered(keys)}
@@ -77,7 +77,7 @@ def _complete(
     connection: Connection, request: Request, keys: Sequence[str], granted: Any
 ) -> list[Granted] | None:
     """Return the grants, or undo them if some are missing."""
-    # No others: to undo those would wait for a row that a transaction has locked.
+    # Only these: undoing the others might wait for a row that a transaction has locked.
     grants = [Grant(key, request.owner, granted[key]) for key in keys if key in granted]
     if len(grants) == len(keys):
         return [Granted(grant, request.max_hold) for grant in grants]
@@ -88,7 +88,7 @@ def _complete(
 def undo(connection: Connection, grants: Sequence[Grant]) -> None:
     """End grants that nobody uses; none of them cools.
 
-    No later ones of the same owner: an answer that was lost may have been delayed.
+    Later grants of the same owner stay, because a repeated undo may come late.
     """
     if grants:
         sql = statements.on(connection).undo(len(grants))
@@ -110,7 +110,7 @@ def release(
     try:
         seen = table.read_all(connection, [grant.key for grant in grants])
     except DatabaseError:
-        # It must not be carried out again because of that.
+        # The release is done: repeated as it is, it could give back one hold more.
         raise ReplyLost("Which of the grants were current is not known.") from None
     return {
         grant
@@ -127,5 +127,5 @@ def release_again(
     count: int | None,
     deadline: float,
 ) -> set[Grant]:
-    """The same after an attempt that may have been carried out."""
+    """:func:`release`, after an attempt that may have been carried out."""
     return {g for g in grants if table.release_again(connection, g, count, deadline)}

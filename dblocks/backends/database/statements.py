@@ -8,7 +8,7 @@ Three rules make the conditions hold on every database:
 * All times are the database's clock, read when the statement begins. A statement
   that waits for the row keeps its earlier reading, which only ever refuses more.
 * MySQL and MariaDB evaluate ``SET`` from left to right with the new values, so
-  ``expires_at`` and ``owner``, which other columns ask for, come last.
+  ``expires_at`` and ``owner``, on which other columns depend, come last.
 * Rows stay until they are pruned, and pruning first raises a floor: the tokens of a new
   row can't start below it.
 """
@@ -70,7 +70,7 @@ class Statements:
     def _free(self, queued: bool, gate: str) -> str:
         if queued:
             return self.over
-        # The first in the queue may be a stopped process.
+        # Only for the grace: the first in the queue may be a stopped process.
         d = self.dialect
         grace = d.after(d.now, f"-{PINNED_GRACE}")
         return d.yields(self.over, f"expires_at <= {grace}", gate)
@@ -92,7 +92,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grant_all(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
-        """Grant so many keys if all are free and unlocked.
+        """Grant ``size`` keys if all are free and unlocked.
 
         Without ``RETURNING``, grant those that are; the count tells whether all are.
         """
@@ -107,7 +107,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grant_any(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
-        """Grant one free and unlocked row of so many, preferably the ``first``."""
+        """Grant one free and unlocked row of ``size``, preferably the ``first``."""
         d = self.dialect
         free = f"{d.key} IN ({_keys(size)}) AND {self._free(queued, '%(gate)s')}"
         change = self._granted("version + 1", cools, ends, d.first_hold)
@@ -124,7 +124,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def undo(self, size: int) -> str:
-        """End so many grants that nobody uses; none cools."""
+        """End ``size`` grants that nobody uses; none cools."""
         d = self.dialect
         return (
             f"UPDATE {d.by_key} SET expires_at = {d.now}, owner = '', hold_count = 0, "
@@ -146,7 +146,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def create_free(self, size: int) -> str:
-        """Make rows of so many keys, which are free."""
+        """Make rows for ``size`` keys, which are free."""
         d = self.dialect
         rows = ", ".join(
             f"(%(key{n})s, '', '', '', 0, ({self.lowest}), {d.now})"
@@ -183,7 +183,7 @@ class Statements:
     def reenter(self) -> str:
         """Count one more hold of a grant, or set its holds, unless its row is locked.
 
-        ``forfeited`` holds ended without being released.
+        Subtracts ``forfeited`` holds, which ended without being released.
         """
         d = self.dialect
         left = f"hold_count - {d.integer('forfeited')}"
@@ -242,7 +242,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def release_all(self, size: int, frees: bool) -> str:
-        """:attr:`free` or :attr:`release` for so many grants."""
+        """:attr:`free` or :attr:`release` for ``size`` grants."""
         d = self.dialect
         change = self._freed if frees else self._counted
         text = f"UPDATE {d.by_key} SET {change} WHERE {self._all_current(size)}"
@@ -254,7 +254,7 @@ class Statements:
             f"(%(key{n})s, %(owner{n})s, {d.integer(f'version{n}')})"
             for n in range(size)
         )
-        # The keys alone, because not every query planner knows what pairs begin with.
+        # The keys alone as well: not every planner uses their index for row values.
         current = f"({d.key}, owner, version) IN ({d.rows(rows)})"
         return f"{d.key} IN ({_keys(size)}) AND {current}"
 
@@ -321,7 +321,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def touch_current(self, size: int) -> str:
-        """Write the rows of so many grants, in the order of :meth:`pin`."""
+        """Write the rows of ``size`` grants, in the order of :meth:`pin`."""
         d = self.dialect
         return (
             f"{d.pin_prefix}UPDATE {d.by_key} SET {self._touched} "
@@ -329,7 +329,7 @@ class Statements:
         )
 
     def delete(self, size: int) -> str:
-        """Delete the rows of so many keys."""
+        """Delete the rows of ``size`` keys."""
         return self.dialect.delete(f"{self.dialect.key} IN ({_keys(size)})", size)
 
     @cached_property
@@ -342,7 +342,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def renew(self, size: int, wait: bool, overdue: bool) -> str:
-        """Extend so many grants; skip locked rows and overdue ones by default."""
+        """Extend ``size`` grants; skip locked rows and overdue ones by default."""
         d = self.dialect
         current = self._all_current(size)
         if not overdue:

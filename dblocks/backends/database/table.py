@@ -22,14 +22,14 @@ from .execution import Values, changes, execute, fetch, inserted, new_version, w
 from .fields import as_utc
 
 ENOUGH = 0.95
-"""The part of what is left of a lease that its row must last. What lacks is less than
-half of any lease's margin: clocks that differ a little and delays are no loss."""
+"""The part of a lease's remaining time for which its row must last. The rest, at most
+half of the lease's margin, allows for small delays and differences of clocks."""
 
 WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
 
 LOOKS = 3
-"""How often a grant is looked for whose reply was lost: one look may come late."""
+"""How many looks find a grant whose reply was lost: a single one may come too late."""
 
 INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""
@@ -54,7 +54,7 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
         if granted is not None:
             return granted
         ensure_floor(connection)
-    # It can't be made now, or it exists and the caller's snapshot can't see it.
+    # The row can't be made now, or it exists and the caller's snapshot can't see it.
     return Reading(version=0, remaining=1.0)
 
 
@@ -72,7 +72,7 @@ def grant(connection: Connection, request: Request, key: str) -> Grant | None:
 
 
 def _is_taken(connection: Connection, error: DatabaseError) -> bool:
-    """Tell whether a statement met a locked row, and that ended nothing else."""
+    """Tell whether a statement only met a locked row, and the transaction goes on."""
     is_taken = dialects.known(connection).means_taken(error)
     return is_taken and not transactions.was_ended(connection, error)
 
@@ -145,12 +145,13 @@ def take(connection: Connection, request: Request) -> Granted | Reading:
 
 
 def join(connection: Connection, request: Request, seen: Reading) -> Granted | Reading:
-    """Count one more hold of the request's explicit owner, if that has the key."""
+    """Count one more hold of the request's explicit owner, if it has the key."""
     if seen.owner != request.owner or seen.remaining <= 0:
         return seen
     grant = Grant(request.key, request.owner, seen.version)
     if not request.explicit:
-        # Granted, and the reply was lost; unless an earlier request of the owner's was.
+        # This request was granted and its reply lost, if the row lasts for its lease;
+        # otherwise the row is of an earlier request of the owner's.
         for _look in range(LOOKS):
             age = clock.monotonic() - request.sent
             seen = read(connection, request.key) or Reading()
@@ -228,7 +229,7 @@ def release(connection: Connection, grant: Grant, count: int | None = None) -> b
 def release_again(
     connection: Connection, grant: Grant, count: int | None, deadline: float
 ) -> bool:
-    """The same after an attempt that may have been carried out."""
+    """:func:`release`, after an attempt that may have been carried out."""
     if count is None:
         # Subtracting twice would free a lock that a co-owner holds.
         raise DatabaseError(
@@ -247,9 +248,9 @@ def release_again(
 
 
 def force_release(connection: Connection, grant: Grant) -> bool:
-    """End a grant without its holder; tell whether it was current.
+    """End a grant without its holder's consent; tell whether it was current.
 
-    Without an owner, it is cooling.
+    A grant with an empty owner is cooling, and is ended too.
     """
     return write(connection, "force_release", grant)
 
@@ -275,10 +276,10 @@ def pin(connection: Connection, grants: Sequence[Grant]) -> list[Grant]:
 
 
 def beyond(connection: Connection, keys: Sequence[str]) -> list[str]:
-    """Return what to ask for besides keys, so that only rows that match stay locked.
+    """Return keys to ask for as well, so that only rows that match stay locked.
 
-    In a range, InnoDB unlocks a row that turns out not to match; with "key = …" it
-    doesn't. With snapshots it unlocks neither, nor the gap behind the row.
+    In a search for several keys InnoDB unlocks a row that turns out not to match; with
+    "key = …" it doesn't. With snapshots it unlocks neither, nor the gap behind the row.
     """
     dialect = dialects.of(connection)
     if not dialect.keeps_row_locks:
@@ -354,13 +355,13 @@ def _renew_batch(
         extended, told = _extended(connection, sql, values, grants, lease)
         outcome.extended |= extended
         requested = statements.of(dialect).requested(len(slots))
-        # Of one at least, perhaps of an earlier renewal in this session.
+        # At least one holder is asked; or the reply is an earlier renewal's here.
         asked = fetch(connection, requested, values) if told == dialect.asked else []
     outcome.requested |= _those_in(asked, grants)
 
 
 def _those_in(rows: Sequence[tuple[Any, ...]], grants: Sequence[Grant]) -> set[Grant]:
-    # A key alone may be the row of the successor, which is renewed along.
+    # By version too: the same key may be the successor's row, in the same batch.
     versions = {(key, version) for key, version, *_ in rows}
     return {grant for grant in grants if (grant.key, grant.version) in versions}
 
@@ -379,8 +380,8 @@ def _extended(
         return set(grants), told
     if len(grants) == 1:
         return set(), told
-    # The count doesn't say which rows are gone or locked. A row that lasts a lease from
-    # when this was sent is extended; hundreds may be released at the same time.
+    # The count doesn't say which rows are gone or locked, and hundreds may be released
+    # at the same time. A row that lasts a lease from when this was sent is extended.
     age = clock.monotonic() - sent
     seen = read_all(connection, [grant.key for grant in grants])
     return {
@@ -393,7 +394,7 @@ def _extended(
 
 
 def _lasts(seen: Reading, lease: float, age: float) -> bool:
-    """Tell whether a row lasts a lease whose request had that age before the look."""
+    """Tell whether a row lasts for a lease that was requested ``age`` seconds ago."""
     return seen.remaining >= ENOUGH * min(lease - age, seen.limit)
 
 
@@ -422,7 +423,7 @@ def make_rows(connection: Connection, keys: Sequence[str]) -> None:
     Raises:
         GapLocked: One of them can't be inserted now.
     """
-    # InnoDB keeps a lock on a row that it found there, and perhaps on the gap.
+    # In InnoDB an insert that finds its row there locks it, and perhaps the gap.
     together = dialects.of(connection).returns_rows
     for group in [keys] if together else [[key] for key in keys]:
         create = statements.on(connection).create_free(len(group))

@@ -38,27 +38,27 @@ class Caller:
 
     def __init__(self, due: list[Callable[[], object]], outer: Caller | None) -> None:
         self.over = False
-        #: The next one around it, where several threads wait for each other's code.
+        #: The caller around this one, where threads wait for each other's code.
         self.outer = outer
-        #: Those on which it has begun transactions.
+        #: The connections on which the thread has begun transactions.
         self.connections: set[Connection] = set()
         self._due = due
 
     def is_open(self) -> bool:
-        """Tell whether one of them is open; none is while the last one's hooks run."""
+        """Tell whether a transaction is open; not while the last one's hooks run."""
         return not self.over and any(map(_keeps_open, list(self.connections)))
 
     def at_end(self, function: Callable[[], object]) -> bool:
-        """Release by this function when the last of them ends; ``False`` if it has.
+        """Have a function release when the last transaction ends; ``False`` if it has.
 
-        Then the function may be called, too.
+        In that case, too, the function may be called.
         """
         self._due.append(function)
         return not self.over
 
     def end(self) -> None:
         self.over = True
-        # Whoever appends to the old list from now on, sees that it is over.
+        # A thread that appends to the old list from now on sees that this is over.
         self._due, self.connections = [], set()
 
 
@@ -74,7 +74,7 @@ class _Thread(threading.local):
         #: Keys whose rows a transaction has locked, by database, and how many blocks
         #: were open then.
         self.row_locks: dict[tuple[str, str], int] = {}
-        #: What guards have to say when the commit of their transaction fails, by
+        #: What guards want called when the commit of their transaction fails, by
         #: database.
         self.guards: dict[str, list[Callable[[DatabaseError], object]]] = {}
 
@@ -102,9 +102,9 @@ def in_test_case(connection: Connection) -> bool:
 
 
 def end_of_test(connection: Connection) -> Callable[[], bool]:
-    """Return what tells whether the present block of a ``TestCase`` has ended.
+    """Return a function that tells whether the current block of a ``TestCase`` is over.
 
-    That is a test's own, or the one around all tests of a class.
+    The block is a test's own, or the one around all tests of a class.
     """
     blocks: list[Any] = connection.atomic_blocks
     mine = [block for block in blocks if block._from_testcase][-1]
@@ -126,7 +126,8 @@ def _keeps_open(connection: Connection) -> bool:
     """Tell, also in another thread, whether a transaction is open or being ended."""
     if in_transaction(connection):
         return True
-    # One that was closed inside its block is gone, and left out of autocommit.
+    # A connection that was closed inside its block has no transaction, but isn't back
+    # in autocommit either.
     is_there = connection.connection is not None
     return is_there and not (connection.autocommit or in_test_case(connection))
 
@@ -171,13 +172,14 @@ def caller() -> Caller | None:
 def at_end(stage: int, function: Callable[[], object]) -> None:
     """Call a function when the last open transaction of this thread has ended.
 
-    If an interrupt ends it, it is called again, and must do its work only once.
+    If an interrupt ends the call, the function is called again, and must do its work
+    only once.
     """
     _thread.due[stage].append(function)
 
 
 def at_own_end(function: Callable[[], object]) -> bool:
-    """Release by this function when this thread's transactions end; ``False`` if none.
+    """Have a function release when this thread's transactions end; ``False`` if none.
 
     Raises:
         TransactionManagementError: As :func:`transaction_is_open`.
@@ -189,7 +191,7 @@ def at_own_end(function: Callable[[], object]) -> bool:
 
 
 def unpin_if_over() -> None:
-    """Unpin rows after the commit that they were pinned for, though its hooks run."""
+    """Unpin rows after the commit that they were pinned for, even during its hooks."""
     if not _thread.due[UNPIN]:
         return
     with suppress(TransactionManagementError):
@@ -198,7 +200,7 @@ def unpin_if_over() -> None:
 
 
 def unpinned(alias: str) -> Connection:
-    """Return this thread's connection, on which nothing waits for such pins."""
+    """Return this thread's connection, after unpinning rows that it might wait for."""
     unpin_if_over()
     return connections[alias]
 
@@ -206,9 +208,9 @@ def unpinned(alias: str) -> Connection:
 def doom(connection: Connection) -> None:
     """Mark the whole open transaction for rollback, whichever savepoints it has.
 
-    Of a ``TestCase``'s, what the test itself opened.
+    Inside a ``TestCase``, only what the test itself opened.
     """
-    # Going back to a savepoint would take the mark back.
+    # The rollback to a savepoint would clear the mark.
     blocks: list[Any] = connection.atomic_blocks
     savepoints: list[Any] = connection.savepoint_ids
     for number, outer in enumerate(blocks[:-1]):
@@ -218,7 +220,7 @@ def doom(connection: Connection) -> None:
 
 
 def was_ended(connection: Connection, error: DatabaseError) -> bool:
-    """Tell whether an error has ended the caller's transaction, and let none commit."""
+    """Tell whether an error ended the caller's transaction, and let nothing commit."""
     dialect = dialects.known(connection)
     ended = connection.in_atomic_block and dialect.has_ended_transaction(
         connection, error
@@ -246,7 +248,7 @@ def may_have_row_lock(alias: str, key: str) -> bool:
 def refuse_own_row_lock(alias: str, key: str, *, certain: bool = False) -> None:
     """Raise if the open transaction has locked a key's row.
 
-    If ``certain``, not after a savepoint was rolled back: InnoDB may keep such locks.
+    If ``certain``, not for a row that InnoDB may have unlocked with a savepoint.
     """
     depth = _thread.row_locks.get((alias, key))
     if depth is None or not in_transaction(connections[alias]):
@@ -298,7 +300,7 @@ def watch() -> None:
 
     @functools.wraps(enter)
     def watched_enter(self: Any) -> None:
-        # A hook may begin it.
+        # A commit's hook may begin this block, before the committed one is left.
         if _thread.row_locks:
             _forget_unlocked_rows(transaction.get_connection(self.using))
         unpin_if_over()
@@ -377,7 +379,7 @@ def _leave_row_locks(connection: Connection, goes_back: bool) -> None:
     for (alias, key), blocks in list(locks.items()):
         if alias != connection.alias or blocks <= depth:
             continue
-        # While it is still to be rolled back, it has not gone back to any savepoint.
+        # While the rollback is still to come, nothing went back to a savepoint yet.
         if not goes_back or connection.needs_rollback:
             locks[alias, key] = depth
         elif dialects.of(connection).keeps_row_locks:
@@ -393,7 +395,7 @@ def _outermost_left(thread: _Thread) -> None:
     except Exception:
         raise
     except BaseException:
-        # An interrupt may have come before it was begun.
+        # The interrupt may have come before any of the work was begun.
         if thread.due is due:
             _do_if_over(thread)
         else:
@@ -409,9 +411,9 @@ def _end_caller(thread: _Thread) -> None:
 
 def _do_if_over(thread: _Thread) -> None:
     if not thread.blocks:
-        # First: async code releases by itself what it adds after this.
+        # First: async code that defers a release after this makes it by itself.
         _end_caller(thread)
-    # What is due finds out by itself that autocommit was switched off by hand.
+    # The functions that are due notice by themselves that autocommit is off.
     with suppress(TransactionManagementError):
         if not any(thread.due) or transaction_is_open():
             return

@@ -81,7 +81,7 @@ def _look(connection: Connection, wait: Wait, *, writes: bool) -> Reading:
 
 
 def _take(connection: Connection, wait: Wait) -> Reading:
-    # Before anything is read: after a read SQLite doesn't wait for other writers.
+    # Write before reading: after a read SQLite doesn't wait for other writers.
     table.touch(connection, wait.keys[:1])
     return wait.taken(table.ensure_rows(connection, wait.keys))
 
