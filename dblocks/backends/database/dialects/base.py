@@ -1,4 +1,4 @@
-"""What a database must say of itself; where most agree, this says it."""
+"""What a dialect has to define; the defaults are those of most databases."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ class Dialect:
     prune_rests = 1
     #: Moments have a time zone.
     has_zones = False
-    #: A unique index on key and version lets the guard hold off take-overs alone.
+    #: A unique index on key and version lets the guard hold off take-overs, but let
+    #: renewals through.
     has_guard_index = False
-    #: Driver options after whose seconds a silent server is given up by renewals.
+    #: Driver options, with limits, by which renewals give up a silent server.
     short_waits: Mapping[str, int] = {}
-    #: What a check asks the driver's options for.
+    #: Driver options that a system check wants to be set.
     network_timeouts: tuple[str, ...] = ()
     #: A collation under which text is equal only when its code points are.
     exact_collation: str | None = None
@@ -67,7 +68,8 @@ class Dialect:
     #: The server is a node of a cluster that compares what its nodes have written when
     #: a transaction commits, and tells no node of another one's row locks.
     certifies = False
-    #: Rows stay locked that turned out not to match, or in a savepoint rolled back.
+    #: Rows stay locked even if they turned out not to match, or if the savepoint in
+    #: which they were locked is rolled back.
     keeps_row_locks = False
     #: Lets the session stand idle in a transaction for as long as others need it.
     may_idle = ""
@@ -75,9 +77,9 @@ class Dialect:
     # Clocks
 
     now: str
-    #: Takes a moment and seconds: the moment so many seconds later.
+    #: Takes a moment and seconds: the moment that many seconds later.
     after: Shape
-    #: From the database's now to a moment; negative when past.
+    #: Seconds from the database's now to a moment; negative when past.
     seconds_until: Shape
     #: A moment to be selected, without a time zone.
     utc: Shape = "{}".format
@@ -89,28 +91,27 @@ class Dialect:
     #: The table, where rows of given keys are asked for or written.
     by_key = table
     greatest = "GREATEST"
-    #: Before an update that must not wait for a row.
+    #: Precedes an update that must not wait for a row.
     at_once = ""
-    #: Has the reply to a renewal say ``asked`` if the holder of one of the rows is.
+    #: Makes the reply to a renewal ``asked`` if a holder of its rows is to finish.
     tells_requests = ""
     asked = 0
     insert_unless_there: Shape = "INSERT INTO {} ON CONFLICT DO NOTHING".format
     share = "FOR SHARE"
     strength = "FOR UPDATE"
     pin_prefix = ""
-    #: Rows of values that one of columns is to be in.
+    #: A list of rows of values, as it stands after ``IN``.
     rows: Shape = "{}".format
     integer: Shape = "%({})s".format
     seconds: Shape = "%({})s".format
     #: A new version that the reply carries back.
     next_version: Shape = "{}".format
-    #: A condition, of rows that no transaction has locked.
+    #: Narrows a condition to rows that no transaction has locked.
     unlocked: Shape = "{}".format
-    #: The same, of rows that a guard may have pinned: for a change that keeps the
+    #: The same, but a guard may have pinned the row: for a change that keeps the
     #: version.
     unlocked_or_pinned: Shape | None = None
-    #: A change of one row that no transaction has locked, the ``first`` one if it can
-    #: be.
+    #: Changes one row that no transaction has locked, if possible the ``first``.
     update_any: Shape = (
         f"UPDATE {table} SET {{}} WHERE {key} = (SELECT {key} FROM {table} WHERE {{}} "
         f"ORDER BY CASE {key} WHEN %(first)s THEN 0 ELSE 1 END LIMIT 1)"
@@ -118,17 +119,17 @@ class Dialect:
     #: One hold of a permit. Where rows can't be returned, it makes the reply carry the
     #: version of the permit's row as it was before, and the permit's number.
     first_hold = "1"
-    #: The key is free, or has been for long, and nobody queues for it, that is, has a
-    #: session lock of that name.
+    #: Of three conditions: the key is free; it has been free for long; and, needed only
+    #: without the second, nobody has the session lock of that name, so nobody queues.
     yields: Shape = "{}".format
     #: The name of the session lock of a row's key, as :meth:`session_lock_name` makes
     #: it; ``%(database)s`` is the database's.
     gate_of_key = ""
-    #: A change of at most so many rows that passes over locked ones.
+    #: Changes at most ``n`` rows, and passes over locked ones.
     update_unlocked: Shape = f"UPDATE {table} SET {{}} WHERE {{}}".format
-    #: The same of exactly so many rows, or of none; without ``RETURNING`` of fewer.
+    #: Changes exactly ``n`` rows or none; without ``RETURNING``, perhaps fewer.
     all_or_none: Shape
-    #: Deletes rows of so many keys.
+    #: Deletes the rows of ``n`` keys.
     delete: Shape = f"DELETE FROM {table} WHERE {{}}".format
 
     #: What a grant returns besides its version, for :meth:`note_session`.
@@ -146,7 +147,7 @@ class Dialect:
     #: The database's own code of an error.
     code: Callable[[BaseException], object]
     transient: frozenset[object] = frozenset()
-    #: Of these, what comes without a wait when two collide.
+    #: Of these, the codes of collisions, which come without a wait.
     collisions: frozenset[object] = frozenset()
     stale_snapshot: object
     wait_over: frozenset[object] = frozenset()
@@ -161,7 +162,7 @@ class Dialect:
         return self.code(error) in self.collisions
 
     def is_stale_snapshot(self, error: BaseException) -> bool:
-        """Tell whether the row changed behind the snapshot of the transaction."""
+        """Tell whether the row changed after the transaction's snapshot."""
         return self.code(error) == self.stale_snapshot
 
     def has_ended_transaction(
@@ -175,11 +176,11 @@ class Dialect:
         return False
 
     def is_unsent(self, error: BaseException) -> bool:
-        """Tell whether the connection was gone before the statement came to be run."""
+        """Tell whether the connection was gone before the statement was run."""
         return False
 
     def is_undone(self, error: BaseException) -> bool:
-        """Tell whether a statement that failed so has certainly changed nothing."""
+        """Tell whether a statement with this error has certainly changed nothing."""
         # An interrupt's arguments may look like a code.
         failed = isinstance(error, DatabaseError)
         return failed and self.is_transient(error) and not self.is_lost(error)
@@ -233,7 +234,7 @@ class Dialect:
         return None
 
     def pause(self, attempt: int) -> float:
-        """Return the seconds before the next attempt, which follows so many."""
+        """Return the seconds to pause after that many attempts."""
         return random.uniform(0.005, 0.03)
 
     def isolation(self, connection: Connection) -> str | None:
@@ -258,7 +259,7 @@ class Dialect:
         """The database's name, which is a part of a session lock's."""
         return str(connection.settings_dict["NAME"])
 
-    #: What a key's session lock is called.
+    #: The name of a key's session lock.
     session_lock_name: Callable[[Connection, str], str | int]
 
     def has_relied_on_sessions(self, connection: Connection) -> bool:
@@ -268,23 +269,23 @@ class Dialect:
     def ask_session(
         self, connection: Connection, sql: str, params: Sequence[str | int] = ()
     ) -> Any:
-        """Return what a statement says that concerns the session it runs in."""
+        """Return the first value of a statement that is about its own session."""
         return ask(connection, sql, params)[0]
 
     def waits_for_all(self, connection: Connection) -> bool:
-        """Tell whether who waits for the server stops all greenlets of the process."""
+        """Tell whether a wait for the server stops all greenlets of the process."""
         return False
 
-    #: Waits so many seconds for a session lock of that name; whether it was had.
+    #: Waits that many seconds for a session lock of that name; tells if it was had.
     take_session_lock: Callable[[Connection, str | int, float], bool]
     #: Tries to take a session lock of that name, without waiting, and frees it.
     try_session_lock: str
     free_session_lock: str
     #: Frees all of the session's: a wait that timed out may have been granted as well.
     free_session_locks: str
-    #: Who waits for session locks: their names and numbers of waiters.
+    #: The waiters for session locks: each lock's name, and how many wait for it.
     queues: str
-    #: Those of some names of session locks that somebody has.
+    #: Returns those of some names whose session locks somebody has.
     taken_session_locks: Callable[[Connection, Sequence[str | int]], set[str | int]]
     #: Tries a native lock that needs no table; it ends with the connection.
     try_migration_lock: Callable[[Connection], bool]

@@ -15,7 +15,7 @@ from ...messages import warning
 from .base import ask
 
 TOLERANCE = 0.5
-"""Seconds between two nodes' clocks that nothing is said about."""
+"""Seconds by which two nodes' clocks may differ without a warning."""
 
 CONNECT_TIMEOUT = 2
 """Seconds after which a node that doesn't answer isn't asked."""

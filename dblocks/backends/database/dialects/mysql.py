@@ -91,10 +91,10 @@ class MySQL(Dialect):
     all_or_none = update_unlocked
 
     def update_any(self, change: str, which: str) -> str:
-        # In no order: to sort is to lock all rows that others might have.
+        # Unordered: a sort would lock every row, also those that others could take.
         return self.update_unlocked(change, which, 1)
 
-    # As by_key: a DELETE heeds no hint of the index.
+    # The order serves as by_key does: a DELETE takes no hint of an index.
     delete = f"DELETE FROM {table} WHERE {{}} ORDER BY {key} LIMIT {{}}".format
 
     transient = frozenset({1020, 1205, 1213, 3058, 3572})
@@ -119,8 +119,8 @@ class MySQL(Dialect):
         return isinstance(error, InterfaceError) or self.code(error) in self._LOST
 
     def is_unsent(self, error: BaseException) -> bool:
-        # 2013 is what the drivers say if it may have been sent. The empty error is what
-        # they say of a connection that they know to be closed.
+        # Not 2013, with which the statement may have been sent. The empty error is the
+        # drivers' for a connection that they know to be closed.
         closed = isinstance(error, InterfaceError) and error.args == (0, "")
         return closed or self.code(error) in {2006, 4031}
 
@@ -181,18 +181,18 @@ class MySQL(Dialect):
         name = super().database(connection)
         if name:
             return name
-        # A file of the driver's has it.
+        # A configuration file of the driver names it.
         known = connection.__dict__
         if "_dblocks_database" not in known:
             (known["_dblocks_database"],) = ask(connection, "SELECT DATABASE()")
         return str(known["_dblocks_database"])
 
     def session_lock_name(self, connection: Connection, key: str) -> str:
-        # Of the whole server, at most 64 characters, and not case-sensitive.
+        # Names belong to the whole server, ignore case and have at most 64 characters.
         return f"dblocks:{digest(self.database(connection), key).hex()[:40]}"
 
     def waits_for_all(self, connection: Any) -> bool:
-        # The drivers but one wait in C, which gevent can't interrupt.
+        # All drivers but PyMySQL wait in C, which gevent can't interrupt.
         return gevent_waits() and connection.Database.__name__ != "pymysql"
 
     def take_session_lock(
@@ -226,7 +226,7 @@ class MySQL(Dialect):
         return taken
 
     def limited(self, sql: str, seconds: float) -> str:
-        """A ``SELECT`` that waits for no longer, in fractions of a second."""
+        """Return a ``SELECT`` that runs for no longer; fractions of a second count."""
         hint = f"SELECT /*+ MAX_EXECUTION_TIME({max(1, round(seconds * 1000))}) */"
         return sql.replace("SELECT", hint, 1)
 
@@ -286,11 +286,11 @@ class MariaDB(MySQL):
 
     def __init__(self, *, in_cluster: bool = False) -> None:
         super().__init__(in_cluster=in_cluster)
-        # What locks the whole table, as a backup does, is waited for as well, and a
-        # second is forgiven: it may last for an instant only.
+        # A lock on the whole table, such as a backup's, is waited out for a second: it
+        # may last only an instant.
         self.at_once = self._setting("innodb_lock_wait_timeout=0, lock_wait_timeout=1")
-        # Another's transaction may have locked the gap in which the row is made. The
-        # session's own limit, if it is shorter, would make an error of that wait.
+        # Another transaction may have locked the gap in which the row is made. A
+        # shorter limit of the session's own would turn that wait into an error.
         self._briefly = self._setting(
             "innodb_lock_wait_timeout=1, lock_wait_timeout=1, max_statement_time=0"
         )
@@ -300,8 +300,8 @@ class MariaDB(MySQL):
 
     def _setting(self, assignment: str) -> str:
         """Return what sets a variable for the one statement that follows."""
-        # A node of a cluster repeats what lost a conflict, with the variable set
-        # already, and would leave the session with that value.
+        # A node of a cluster repeats a statement that lost a conflict, with the
+        # variable set already, and would leave the session with that value.
         repeats = "wsrep_retry_autocommit=0, " if self.certifies else ""
         return f"SET STATEMENT {repeats}{assignment} FOR "
 

@@ -23,8 +23,8 @@ PLAN_GONE = frozenset({"26000", "0A000"})
 GRACE = 250
 """Milliseconds by which a statement may outlast its wait for a row's lock."""
 
-# The first setting counts anew for each transaction that a statement waits for. Of the
-# second, the session's own stays if it is shorter.
+# lock_timeout counts anew for each transaction that a statement waits for. A shorter
+# statement_timeout of the session's own stays.
 _BOUND = """
 SELECT current_setting('lock_timeout'), current_setting('statement_timeout'),
     set_config('lock_timeout', %s, true),
@@ -44,8 +44,8 @@ def _preparing_cursor() -> type[Any]:
     Django switches that off for the whole connection, because a pooler may give the
     next transaction another session, and its own cursor binds values on the client.
     """
-    # Whoever has a connection of psycopg's has loaded it. It is large, and others may
-    # have it without using it.
+    # Imported only here, where psycopg made the connection: it is large, and projects
+    # with another driver may have it installed.
     from psycopg import Cursor
 
     class PreparingCursor(Cursor[Any]):
@@ -57,7 +57,7 @@ def _preparing_cursor() -> type[Any]:
             except Exception as error:
                 if getattr(error, "sqlstate", None) not in PLAN_GONE:
                     raise
-                # Discarded, or made for columns of another type.
+                # The plan was discarded, or made for columns of another type.
                 raw._dblocks_grants = -math.inf
                 return super().execute(sql, params, prepare=False)
             finally:
@@ -105,8 +105,8 @@ class PostgreSQL(Dialect):
     unlocked = (
         f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} FOR UPDATE SKIP LOCKED)'
     ).format
-    # After a stronger lock the update would count as one of the version, and fail the
-    # holder's own guard in a transaction whose snapshot is older.
+    # After a stronger lock the update would count as one of the version: the holder's
+    # own guard would fail in a transaction whose snapshot is older.
     unlocked_or_pinned = (
         f'"key" = (SELECT "key" FROM "{TABLE}" WHERE {{}} '
         f"FOR NO KEY UPDATE SKIP LOCKED)"
@@ -182,8 +182,8 @@ class PostgreSQL(Dialect):
         return isinstance(error, (OperationalError, InterfaceError))
 
     def is_unsent(self, error: BaseException) -> bool:
-        # The server ends no session between a commit and its reply with these; and what
-        # the drivers say of a connection that they know to be closed.
+        # With these codes the server never ends a session between a commit and its
+        # reply. The texts are the drivers' for a connection known to be closed.
         state = self.code(error)
         if state is not None:
             return state in {"57P01", "57P05", "25P03", "25P04"}

@@ -18,7 +18,7 @@ STARVED = 0.9
 """Seconds for which dblocks gives way to readers, with a rollback journal."""
 
 BRIEF = 1
-"""Seconds of the driver's timeout up to which waits, but for connecting, are ours."""
+"""Seconds: up to this timeout of the driver, dblocks itself waits, once connected."""
 
 
 class BusyTimeout:
@@ -26,7 +26,7 @@ class BusyTimeout:
 
     A class, because a generator's context takes longer than all of its statements.
 
-    ``repeated``: what gives up sooner is repeated, so a shorter timeout may stay.
+    ``repeated``: a statement that gives up is repeated, so a shorter timeout may stay.
     """
 
     _before: int | None = None
@@ -70,20 +70,21 @@ def _has_wal(connection: Any) -> bool:
             with BusyTimeout(connection, 0.0):
                 mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
         except connection.Database.DatabaseError:
-            # Somebody is keeping readers out, or it is no database, as the next
-            # statement says.
+            # Somebody is keeping readers out, or the file is no database: then the next
+            # statement says so.
             return False
         known = connection.__dict__["_dblocks_wal"] = raw, mode == "wal"
     return known[1]
 
 
 def _connect(connection: Any, limit: float) -> None:
-    """Connect; what that reads of the file waits no longer than that.
+    """Connect; reads of the file wait for no more than ``limit`` seconds meanwhile.
 
     Django's own first statements read it in SQLite 3.53, and ``init_command`` may.
     """
     usual, own = _timeout(connection), connection.settings_dict
-    # Odd, so that it isn't taken for what init_command sets, and halfway to the next.
+    # An odd number of milliseconds, to be told from what init_command may set, and half
+    # a millisecond more, so that rounding down gives that number.
     limit = ((int(min(limit, usual) * 1000) | 1) + 0.5) / 1000
     connection.settings_dict = {**own, "OPTIONS": {**own["OPTIONS"], "timeout": limit}}
     try:
@@ -139,8 +140,8 @@ class SQLite(Dialect):
 
     def close(self, connection: Connection) -> None:
         super().close(connection)
-        # Django leaves open what is in memory, because that would be gone with its only
-        # connection.
+        # Django leaves a database in memory open, because it would be gone with its
+        # only connection.
         if connection.connection is not None:
             Connection.close(connection)
 
