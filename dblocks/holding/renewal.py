@@ -155,7 +155,7 @@ class RenewalScheduler:
             while True:
                 self._wakes.get_nowait()
         # Until the next sleep it looks by itself.
-        self._wakes_at = math.inf
+        self._wakes_at = 0.0
 
 
 def _next_event() -> float:
