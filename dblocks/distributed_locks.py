@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 from . import validation
 from .conf import DEFAULT_ALIAS
@@ -14,41 +14,32 @@ from .leases import Lease, Leases
 from .locks import Lock
 from .validation import UNSET, Key, OnLocked, Unset
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Options(TypedDict, total=False):
+    """The types of :func:`distributed_lock`'s options, for its overloads."""
+
+    permits: int
+    timeout: float | timedelta | None
+    lease: float | timedelta
+    renew: bool
+    max_hold: float | timedelta | None
+    hold_at_least: float | timedelta
+    owner: str | None
+    atomic: bool
+    on_locked: OnLocked
+    note: str | Callable[..., str]
+    backend: str
+
 
 @overload
-def distributed_lock(
-    key: Key,
-    /,
-    *,
-    permits: int = ...,
-    timeout: float | timedelta | None = ...,
-    lease: float | timedelta = ...,
-    renew: bool = ...,
-    max_hold: float | timedelta | None = ...,
-    hold_at_least: float | timedelta = ...,
-    owner: str | None = ...,
-    atomic: bool = ...,
-    on_locked: OnLocked = ...,
-    note: str | Callable[..., str] = ...,
-    backend: str = ...,
-) -> Lock[Lease]: ...
+def distributed_lock(key: Key, /, **options: Unpack[_Options]) -> Lock[Lease]: ...
 
 
 @overload
-def distributed_lock(
-    *keys: Key,
-    permits: int = ...,
-    timeout: float | timedelta | None = ...,
-    lease: float | timedelta = ...,
-    renew: bool = ...,
-    max_hold: float | timedelta | None = ...,
-    hold_at_least: float | timedelta = ...,
-    owner: str | None = ...,
-    atomic: bool = ...,
-    on_locked: OnLocked = ...,
-    note: str | Callable[..., str] = ...,
-    backend: str = ...,
-) -> Lock[Leases]: ...
+def distributed_lock(*keys: Key, **options: Unpack[_Options]) -> Lock[Leases]: ...
 
 
 def distributed_lock(
