@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ..values import Grant, Renewal, Renewed
@@ -60,6 +61,7 @@ def catch_up(connection: Connection) -> None:
 
 def settled(alias: str) -> Connection:
     """Return this thread's connection, on which no renewal is owed any more."""
-    connection = transactions.unpinned(alias)
+    transactions.unpin_if_over()
+    connection: Connection = connections[alias]
     catch_up(connection)
     return connection

@@ -199,12 +199,6 @@ def unpin_if_over() -> None:
             _run_all(_thread.due[UNPIN][:])
 
 
-def unpinned(alias: str) -> Connection:
-    """Return this thread's connection, after unpinning rows that it might wait for."""
-    unpin_if_over()
-    return connections[alias]
-
-
 def doom(connection: Connection) -> None:
     """Mark the whole open transaction for rollback, whichever savepoints it has.
 
@@ -322,12 +316,12 @@ def watch() -> None:
             return leave(self, exc_type, exc, traceback)
         except DatabaseError as error:
             if exc_type is None and thread.guards:
-                _ask_guards(transaction.get_connection(self.using), error)
+                _end_guards(transaction.get_connection(self.using), error)
             raise
         finally:
             thread.leaving = outer
             if thread.guards:
-                _forget_guards(transaction.get_connection(self.using))
+                _end_guards(transaction.get_connection(self.using))
             if thread.row_locks:
                 _leave_row_locks(transaction.get_connection(self.using), goes_back)
             # The hooks of a commit run before the end of the outermost block.
@@ -347,15 +341,12 @@ def _begin_block(thread: _Thread, connection: Connection) -> None:
     _caller.set(thread.caller)
 
 
-def _ask_guards(connection: Connection, error: DatabaseError) -> None:
+def _end_guards(connection: Connection, error: DatabaseError | None = None) -> None:
+    """Ask the guards of a transaction that is over why it failed, if it did."""
     if not in_transaction(connection):
         for guard in _thread.guards.pop(connection.alias, []):
-            guard(error)
-
-
-def _forget_guards(connection: Connection) -> None:
-    if not in_transaction(connection):
-        _thread.guards.pop(connection.alias, None)
+            if error is not None:
+                guard(error)
 
 
 def _forget_unlocked_rows(connection: Connection) -> None:
