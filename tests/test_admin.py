@@ -426,7 +426,7 @@ def test_small_type(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_where_keys_break(key: str, parts: list[str]) -> None:
     """A key that is too long for its column is broken behind a separator."""
-    assert formats.isolated_key(key) == (
+    assert formats.wrapped(key, "key") == (
         f'<bdi class="dblocks-key">{"<wbr>".join(parts)}</bdi>'
     )
 

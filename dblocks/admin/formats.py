@@ -80,17 +80,11 @@ _SEPARATORS = r":;,./\\|_@=&?#+~-"
 _BREAK = re.compile(rf"(?<=[{_SEPARATORS}])(?=[^{_SEPARATORS}])")
 
 
-def isolated_key(key: str) -> SafeString:
-    """Return a key as isolated text that may be wrapped after its separators."""
-    return _wrapped(key, "key")
+def wrapped(text: str, kind: str = "text") -> SafeString:
+    """Return a text in the same way that may be wrapped after its separators.
 
-
-def isolated_note(note: str) -> SafeString:
-    """Return a note, mostly the dotted name of a function, in the same way."""
-    return _wrapped(note, "text")
-
-
-def _wrapped(text: str, kind: str) -> SafeString:
+    So may a key, and a note, mostly the dotted name of a function.
+    """
     parts = ((part,) for part in _BREAK.split(visible(text)))
     breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)
     return format_html('<bdi class="dblocks-{}">{}</bdi>', kind, breakable)

@@ -37,10 +37,9 @@ from .formats import (
     escaped,
     exact,
     isolated,
-    isolated_key,
-    isolated_note,
     small,
     time_element,
+    wrapped,
 )
 
 MAX_NOTE = 80
@@ -149,7 +148,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
             permit = format_html(_("permit {number}"), number=number)
         # Some languages put marks of direction before the dots, which would be shown.
         note = Truncator(lock.note).chars(MAX_NOTE, "…")
-        return small(self.shown_key(lock), permit, note and isolated_note(note))
+        return small(self.shown_key(lock), permit, note and wrapped(note))
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
     def listed_holder(self, lock: Any) -> SafeString:
@@ -162,7 +161,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("key"))
     def shown_key(self, lock: DistributedLock) -> SafeString:
-        return isolated_key(lock.lock_key)
+        return wrapped(lock.lock_key, "key")
 
     @admin.display(description=gettext_lazy("permit"), empty_value="")
     def shown_permit(self, lock: DistributedLock) -> SafeString | None:
@@ -191,7 +190,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
 
     @admin.display(description=gettext_lazy("note"))
     def shown_note(self, lock: DistributedLock) -> SafeString:
-        return isolated_note(lock.note) if lock.note else self.get_empty_value_display()
+        return wrapped(lock.note) if lock.note else self.get_empty_value_display()
 
     @admin.display(description=gettext_lazy("held since"), ordering="acquired_at")
     def since(self, lock: Any) -> SafeString | None:
