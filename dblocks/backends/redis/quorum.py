@@ -75,6 +75,9 @@ class QuorumBackend(Servers):
     has_fencing_tokens = False
     # If one server doesn't answer, there are the others.
     patience = 0.0
+    client_options = dict.fromkeys(
+        ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
+    )
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
@@ -82,12 +85,6 @@ class QuorumBackend(Servers):
         #: How many servers may fail, or refuse, without a majority's doing so.
         self._spare = len(self._servers) - self._majority
         self._counted = CountedHolds()
-
-    def _client_options(self) -> dict[str, Any]:
-        times = dict.fromkeys(
-            ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
-        )
-        return times | self.options
 
     # Asking
 

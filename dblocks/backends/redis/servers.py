@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from django.core.checks import CheckMessage
@@ -28,6 +28,8 @@ class Servers(BaseBackend):
     errors = (RedisError,)
     #: Seconds for which passing faults of a server are sat out, at least.
     patience = PATIENCE
+    #: Options of its clients where the settings have none.
+    client_options: Mapping[str, object] = {}
     #: How a server is asked.
     client_class: type[Client] = Client
 
@@ -39,7 +41,7 @@ class Servers(BaseBackend):
                 f"DBLOCKS[{alias!r}]: KEY_PREFIX must be a str without braces, not "
                 f"{prefix!r}."
             )
-        options = self._client_options()
+        options = {**self.client_options, **self.options}
         self._servers = [
             Server(
                 self.client_class(alias, location, options, self.patience),
@@ -48,9 +50,6 @@ class Servers(BaseBackend):
             )
             for location in locations(alias, config)
         ]
-
-    def _client_options(self) -> dict[str, Any]:
-        return self.options
 
     def release(self, grant: Grant, *, count: int | None, deadline: float) -> bool:
         return bool(self.release_all([grant], count=count, deadline=deadline))
