@@ -73,7 +73,7 @@ from .conf import backends
 
 ASKED_FOR = {
     f"dblocks.{check}"
-    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 18)))
+    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 19)))
 }
 """What is said only to those who ask for checks."""
 

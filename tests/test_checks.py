@@ -313,6 +313,18 @@ def test_missing_table_in_passing(
     assert len(found("default", deploy=True)) == 1
 
 
+@pytest.mark.parametrize("command", IN_PASSING)
+def test_what_is_left_out_in_passing(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Whatever matters only in a deployment: from W010 on, that is every one."""
+    numbers = re.findall(r"^## dblocks\.(W\d{3})$", PAGE, re.MULTILINE)
+    messages = [checks.warning(number, "", "") for number in numbers]
+    monkeypatch.setattr(sys, "argv", ["manage.py", command])
+    told = [message.id for message in checks._worth_saying(messages)]
+    assert told == [f"dblocks.W00{number}" for number in (2, 3, 5, 6, 7, 8, 9)]
+
+
 def test_first_migrate_says_nothing(tmp_path: Path) -> None:
     """The migrate that makes the table says nothing of it, nor of the database."""
     database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db")}
