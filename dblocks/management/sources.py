@@ -161,17 +161,13 @@ class Engine(Source):
         seen = self._backend.read_all([lock.key], PATIENCE).get(lock.key)
         return seen is not None and seen.owner == lock.owner
 
-    def count_stale(self, age: float) -> int:
-        self._refuse_to_prune()
-
-    def prune(self, age: float, progress: Callable[[int], object]) -> int:
-        self._refuse_to_prune()
-
-    def _refuse_to_prune(self) -> NoReturn:
+    def _refuse_to_prune(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise bad_usage(
             f"the backend {self._backend.alias!r} needs no pruning: it has no lock "
             f"table; --database ALIAS names one"
         )
+
+    count_stale = prune = _refuse_to_prune
 
 
 def source_of(database: str | None, backend: str | None) -> Source:
