@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
-from kazoo.exceptions import NoAuthError, NoNodeError
+from kazoo.exceptions import NoAuthError
 
 from ... import clock
 from ...permits import SEPARATOR, apart, in_order
@@ -273,12 +273,9 @@ class ZooKeeperBackend(BaseBackend):
     def entries(self, key: str | None = None) -> Iterable[Entry]:
         def ask(session: Session, give_up: float) -> list[str]:
             sent = session.client.get_children_async(self._address.root)
-            try:
-                names = session.wait(sent, give_up - clock.monotonic())
-            except NoNodeError:
-                # Somebody has deleted the path above the keys, and all locks with it.
-                return []
-            return [nodes.unescaped(name) for name in names]
+            # Without it, somebody has deleted the path above the keys, and all locks.
+            names = session.wait_for_node(sent, give_up)
+            return [nodes.unescaped(name) for name in names or ()]
 
         rows = patiently(self._address, FOR_OPERATORS, ask)
         if key is not None:

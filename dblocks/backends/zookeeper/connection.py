@@ -170,7 +170,7 @@ class Connection:
     def _make_root(self) -> None:
         """Make the path above the folders, unless it exists."""
         sent = self.client.ensure_path_async(self.address.root)
-        self.wait(sent, CONNECT_WITHIN)
+        self.wait(sent, clock.monotonic() + CONNECT_WITHIN)
 
     def _unreachable(self) -> KazooException:
         where = f"DBLOCKS[{self.address.alias!r}]"
@@ -235,20 +235,28 @@ class Connection:
         """Return the path of a key's folder."""
         return f"{self.address.root}/{nodes.escaped(key)}"
 
-    def wait(self, result: Any, seconds: float) -> Any:
+    def wait(self, result: Any, give_up: float) -> Any:
         """Return the answer to a request, which may take a moment in any case.
 
         Raises:
             KazooException: There was none in this time, or it is an error.
         """
+        seconds = max(LEAST, give_up - clock.monotonic())
         try:
             if not result.wait(WAKE_AFTER):
                 self._wake()
-            return result.get(timeout=max(LEAST, seconds) - WAKE_AFTER)
+            return result.get(timeout=seconds - WAKE_AFTER)
         except KazooTimeoutError:
             raise self.silence() from None
         except NoAuthError:
             raise self._no_access(NoAuthError) from None
+
+    def wait_for_node(self, result: Any, give_up: float) -> Any:
+        """:meth:`wait` for an answer about a node; ``None`` if that is gone."""
+        try:
+            return self.wait(result, give_up)
+        except NoNodeError:
+            return None
 
     def _wake(self) -> None:
         """Have kazoo's thread look for requests that it doesn't know of.
@@ -280,24 +288,19 @@ class Connection:
         return [self._places(each, give_up) for each in sent]
 
     def _places(self, result: Any, give_up: float) -> list[str] | None:
-        try:
-            return nodes.in_order(self.wait(result, give_up - clock.monotonic()))
-        except NoNodeError:
-            return None
+        names = self.wait_for_node(result, give_up)
+        return None if names is None else nodes.in_order(names)
 
     def contents(
         self, paths: Sequence[str], give_up: float
     ) -> list[tuple[nodes.Content, Any] | None]:
         """Return the content and stat of some nodes; ``None`` for those gone."""
-        found: list[tuple[nodes.Content, Any] | None] = []
-        for result in [self.client.get_async(path) for path in paths]:
-            try:
-                data, stat = self.wait(result, give_up - clock.monotonic())
-            except NoNodeError:
-                found.append(None)
-            else:
-                found.append((nodes.Content.read(data), stat))
-        return found
+        sent = [self.client.get_async(path) for path in paths]
+        found = [self.wait_for_node(each, give_up) for each in sent]
+        return [
+            None if node is None else (nodes.Content.read(node[0]), node[1])
+            for node in found
+        ]
 
     def stats(self, paths: Sequence[str], give_up: float) -> list[Any]:
         """Return the stats of nodes as the leader has them; ``None`` for those gone.
@@ -307,8 +310,8 @@ class Connection:
         # A server that has lost its leader would go on answering by itself.
         synced = self.client.sync_async(self.address.root)
         sent = [self.client.exists_async(path) for path in paths]
-        self.wait(synced, give_up - clock.monotonic())
-        return [self.wait(each, give_up - clock.monotonic()) for each in sent]
+        self.wait(synced, give_up)
+        return [self.wait(each, give_up) for each in sent]
 
     def take(
         self, folders: Mapping[str, bool], mark: str, content: bytes, give_up: float
@@ -335,7 +338,7 @@ class Connection:
             return None
         sent = transaction.commit_async()
         listed = [self.client.get_children_async(folder) for folder in folders]
-        results = self.wait(sent, give_up - clock.monotonic())
+        results = self.wait(sent, give_up)
         refusal = _refusal(results)
         if refusal is not None:
             self._heed(refusal, any(folders.values()))
@@ -362,12 +365,7 @@ class Connection:
     def remove(self, paths: Sequence[str], give_up: float) -> list[bool]:
         """Delete places; tell which of them existed."""
         sent = [self.client.delete_async(path) for path in paths]
-        found = []
-        for result in sent:
-            try:
-                found.append(bool(self.wait(result, give_up - clock.monotonic())))
-            except NoNodeError:
-                found.append(False)
+        found = [bool(self.wait_for_node(each, give_up)) for each in sent]
         # Only now, so that whoever watches the place hears of it first. It fails if
         # somebody else has a place.
         for path in paths:
@@ -384,7 +382,7 @@ class Connection:
         """
         try:
             sent = self.client.set_async(path, content, version)
-            return self.wait(sent, give_up - clock.monotonic())
+            return self.wait(sent, give_up)
         except (NoNodeError, BadVersionError):
             return None
 

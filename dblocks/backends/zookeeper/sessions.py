@@ -275,7 +275,7 @@ class Session(Connection):
         give_up = clock.monotonic() + PATIENCE
         # A server that is behind doesn't have yet what was made through another one.
         synced = self.client.sync_async(folder)
-        self.wait(synced, give_up - clock.monotonic())
+        self.wait(synced, give_up)
         places = self.children([folder], give_up)[0] or ()
         mine = [f"{folder}/{place}" for place in places if nodes.is_of(place, mark)]
         self.remove(mine, give_up)
