@@ -296,21 +296,16 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _rows(
         self, locks: Sequence[DistributedLock]
     ) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return the form field of each, and its cells."""
+        """Return the form field of each, and its cells with their labels."""
         names = list(self.confirmed_fields)
         if all(lock.permit is None for lock in locks):
             names.remove("shown_permit")
-        return [(field_of(lock), self._cells(lock, names)) for lock in locks]
-
-    def _cells(
-        self, lock: DistributedLock, names: Sequence[str]
-    ) -> list[tuple[str, str]]:
-        cells = []
-        for name in names:
-            label = capfirst(str(label_for_field(name, self.model, self)))
-            cell = getattr(self, name)(lock) or self.get_empty_value_display()
-            cells.append((label, cell))
-        return cells
+        labels = [capfirst(str(label_for_field(n, self.model, self))) for n in names]
+        empty, rows = self.get_empty_value_display(), []
+        for lock in locks:
+            cells = [getattr(self, name)(lock) or empty for name in names]
+            rows.append((field_of(lock), list(zip(labels, cells, strict=True))))
+        return rows
 
     # The release
 
