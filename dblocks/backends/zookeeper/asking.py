@@ -17,12 +17,6 @@ AT_ONCE = 100
 """How many permits are looked at in one go: mostly one of the first is free."""
 
 
-def written(request: Request) -> bytes:
-    """Return the content of a place."""
-    found = nodes.Content(request.owner, request.holder, request.note)
-    return found.written()
-
-
 def moment(milliseconds: int) -> datetime:
     """Return a moment of the server's clock."""
     return datetime.fromtimestamp(milliseconds / 1000, timezone.utc)
@@ -125,7 +119,8 @@ class Asking:
         sent = clock.monotonic()
         self._touched += folders
         self._session_id = session.id
-        taken = session.take(missing, self._mark, written(self._request), give_up)
+        content = nodes.Content.of(self._request).written()
+        taken = session.take(missing, self._mark, content, give_up)
         if taken is None:
             # Nothing was made.
             self._touched.clear()
@@ -173,7 +168,8 @@ class Asking:
         # The first stays the first for as long as it exists. Writing it again tells
         # since when it has the key, and proves that the session is alive; but the node
         # may be that of an earlier one, with which it will go.
-        stat = session.write(place.path, written(place.request), give_up)
+        content = nodes.Content.of(place.request).written()
+        stat = session.write(place.path, content, give_up)
         self._session_id = session.id
         if stat is not None and stat.ephemeralOwner == self._session_id:
             key, owner = place.request.key, place.request.owner

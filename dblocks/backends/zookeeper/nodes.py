@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from ...permits import SEPARATOR
+from ..values import Request
 
 _PLACE = re.compile(r"[0-9a-f]{28}([0-9a-f]{4})-(-?[0-9]{10,})")
 
@@ -106,6 +107,11 @@ class Content(NamedTuple):
     note: str = ""
     waits: bool = False
     since: int = 0
+
+    @classmethod
+    def of(cls, request: Request, *, waits: bool = False) -> Content:
+        """Return the content of the place of who asks for a key."""
+        return cls(request.owner, request.holder, request.note, waits)
 
     def written(self) -> bytes:
         return json.dumps(self._asdict()).encode()

@@ -151,13 +151,9 @@ class Place(Gate):
         """Return the places before this one, which is taken first."""
         places = session.children([self.folder], give_up)[0]
         while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
-            request = self.request
-            content = nodes.Content(
-                request.owner, request.holder, request.note, waits=True
-            )
-            taken = session.take(
-                {self.folder: places is None}, self._mark, content.written(), give_up
-            )
+            content = nodes.Content.of(self.request, waits=True).written()
+            folder = {self.folder: places is None}
+            taken = session.take(folder, self._mark, content, give_up)
             if taken is None:
                 places = session.children([self.folder], give_up)[0]
             else:
