@@ -1727,6 +1727,14 @@ def test_nodes_that_others_made(data: bytes) -> None:
     assert nodes.Content.read(data) == nodes.Content()
 
 
+def test_connection_that_breaks_before_the_answer(backend: str) -> None:
+    """The error names the servers."""
+    mine, answer = session(), Answer()
+    answer.set_exception(ConnectionLoss())
+    with pytest.raises(ConnectionLoss, match=mine.address.hosts):
+        mine.wait(answer, 1)
+
+
 def test_answer_to_kazoo() -> None:
     """Kazoo can ask an answer whether it is here, and whether it is good."""
     good, bad = Answer(), Answer()

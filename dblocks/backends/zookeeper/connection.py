@@ -246,7 +246,8 @@ class Connection:
             if not result.wait(WAKE_AFTER):
                 self._wake()
             return result.get(timeout=seconds - WAKE_AFTER)
-        except KazooTimeoutError:
+        except (KazooTimeoutError, ConnectionLoss):
+            # kazoo's own have no words.
             raise self.silence() from None
         except NoAuthError:
             raise self._no_access(NoAuthError) from None
