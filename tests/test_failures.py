@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from operator import itemgetter
 from typing import Any
 
@@ -530,6 +530,37 @@ def test_connection_killed_by_the_server(
     else:
         assert lock().locked() is True
     assert connection.connection is raw
+    connection.close()
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
+def test_connection_killed_after_the_commit(
+    server: str,
+    lock: Locks,
+    obtainable: Callable[..., bool],
+    other: OtherThread,
+    monkeypatch: pytest.MonkeyPatch,
+    is_inside: bool,
+) -> None:
+    """The lock is free although Django can't switch autocommit on again."""
+    mine, kind = connections["default"], type(connections["default"])
+    switch = kind._set_autocommit
+
+    def killed(self: Any, on: bool) -> None:
+        if self is mine and on:
+            monkeypatch.undo()
+            other.do(kill_session, own_session())
+        switch(self, on)
+
+    # Of the drivers, some ask the server to switch.
+    with suppress(OperationalError), ExitStack() as blocks:
+        if is_inside:
+            blocks.enter_context(transaction.atomic())
+        blocks.enter_context(lock(atomic=True))
+        monkeypatch.setattr(kind, "_set_autocommit", killed)
+    assert obtainable()
+    with lock(key="another key"):
+        pass
     connection.close()
 
 

@@ -315,6 +315,7 @@ def watch() -> None:
             thread.leaving = outer + 1
             return leave(self, exc_type, exc, traceback)
         except DatabaseError as error:
+            _close_if_dropped(transaction.get_connection(self.using), error)
             if exc_type is None and thread.guards:
                 _end_guards(transaction.get_connection(self.using), error)
             raise
@@ -347,6 +348,14 @@ def _end_guards(connection: Connection, error: DatabaseError | None = None) -> N
         for guard in _thread.guards.pop(connection.alias, []):
             if error is not None:
                 guard(error)
+
+
+def _close_if_dropped(connection: Connection, error: DatabaseError) -> None:
+    """Close a dropped connection that looks as if the caller had begun by hand."""
+    is_off = connection.commit_on_exit and not connection.autocommit
+    is_lost = dialects.known(connection).is_lost(error)
+    if is_off and is_lost and not connection.in_atomic_block:
+        connection.close()
 
 
 def _forget_unlocked_rows(connection: Connection) -> None:
