@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from threading import Event, get_ident
 from typing import Any
 from unittest import mock
@@ -366,6 +366,37 @@ def test_template_over_self(key: str) -> None:
             return key_now()
 
     assert Job().run(6) == f"{key}:5:6"
+
+
+class Counters:
+    """Methods below decorators that keep their signature."""
+
+    @distributed_lock("inner:{start}")
+    def locked(self, start: int, step: int = 1) -> str:
+        return ",".join(current_lease(key).key for key in ("inner:5", "outer:5:1"))
+
+    @cache  # noqa: B019
+    def cached(self, start: int, step: int = 1) -> str:
+        return key_now()
+
+
+@pytest.mark.parametrize(
+    "around", [lambda method: method, partial], ids=["", "partial"]
+)
+@pytest.mark.parametrize(
+    ("name", "expected"), [("locked", "inner:5,outer:5:1"), ("cached", "outer:5:1")]
+)
+def test_template_over_a_bound_method_of_a_decorated_function(
+    name: str, expected: str, around: Any
+) -> None:
+    """The arguments of a bound method don't begin with self, decorated or not."""
+    method = around(getattr(Counters(), name))
+    lock = distributed_lock("outer:{start}:{step}")
+    assert lock(method)(5) == expected
+    assert lock(method)(start=5) == expected
+    assert lock(wraps(method)(lambda *args: method(*args)))(5) == expected
+    with pytest.raises(TypeError, match="self"):
+        distributed_lock("{self}")(method)
 
 
 def named(number: int) -> str:

@@ -276,18 +276,20 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     inner = inspect.unwrap(function, stop=_wraps_something_else)
     if isinstance(inner, partial) and not inner.args and not inner.keywords:
         return inspect.signature(inner.func, **_UNRESOLVED)
-    follow = not hasattr(inner, "__wrapped__")
+    # Followed from a bound method, __wrapped__ leads to the function itself, unbound.
+    follow = isinstance(inner, MethodType) or not hasattr(inner, "__wrapped__")
     return inspect.signature(inner, follow_wrapped=follow, **_UNRESOLVED)
 
 
 def _wraps_something_else(function: Any) -> bool:
     """Tell whether ``__wrapped__`` takes other arguments than the function does.
 
+    A bound method has the ``__wrapped__`` of its function, which takes ``self``, too;
     method_decorator() passes the bound method in a partial that claims to wrap the
     unbound one; as_view() returns a function that claims to wrap what the view's
     ``dispatch`` wraps.
     """
-    if isinstance(function, partial):
+    if isinstance(function, (partial, MethodType)):
         return True
     return hasattr(function, "view_class") and not hasattr(
         function.__wrapped__, "view_class"
