@@ -479,8 +479,9 @@ def test_field_that_the_call_lacks() -> None:
         ("{value}", None),
         ("{value.owner}", DistributedLock(owner=None)),
         ("{value[0]}", [None]),
+        ("{value}", SimpleLazyObject(lambda: None)),
     ],
-    ids=["argument", "attribute", "item"],
+    ids=["argument", "attribute", "item", "lazy"],
 )
 def test_none(template: str, value: Any) -> None:
     """A field that is None is refused: all who have no value would share a key."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any, NamedTuple
 
 from django.utils.functional import Promise
@@ -226,7 +226,8 @@ class _Key(_Maker):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
-        if value is None:
+        # Not "is None": a lazy object, such as a middleware's request.tenant, is asked.
+        if isinstance(value, NoneType):
             raise InvalidKey(
                 f"the field {{{field_name}}} of the key's template {self.text!r} of "
                 f"{self.function}() is None: all calls without a value would share "
