@@ -533,6 +533,27 @@ def test_connection_killed_by_the_server(
     connection.close()
 
 
+def test_connection_killed_while_it_is_opened(
+    server: str,
+    key: str,
+    threads: Callable[[], OtherThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread's first connection is opened again."""
+    kind, killer = type(connections["default"]), threads()
+    switch = kind._set_autocommit
+
+    def killed(self: Any, on: bool) -> None:
+        monkeypatch.undo()
+        killer.do(kill_session, own_session())
+        switch(self, on)
+
+    monkeypatch.setattr(kind, "_set_autocommit", killed)
+    other = threads()
+    lease = other.do(distributed_lock(key).acquire)
+    assert other.do(lease.release) is True
+
+
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
 def test_connection_killed_after_the_commit(
     server: str,

@@ -309,10 +309,13 @@ def _may_repeat(
         return is_transient
     if connection.connection is None:
         return False
-    if connection is own:
+    if connection is not own:
+        discard_beside(connection)
+    elif connection.autocommit:
         _thread.unusable[own.alias] = connection.connection
     else:
-        discard_beside(connection)
+        # It was being opened, and would look as if the caller had begun by hand.
+        connection.close()
     return True
 
 
