@@ -495,11 +495,15 @@ def test_trouble_in_the_callers_thread_alone(acquire: Leases) -> None:
 
 
 @pytest.fixture
-def server(committed: None) -> str:
+def server(committed: None) -> Iterator[str]:
     """Apply the test only where there is a server that can end a connection."""
     if connection.vendor == "sqlite":
         pytest.skip("SQLite has no server and no connections to it")
-    return connection.vendor
+    yield connection.vendor
+    # A thread that has met a dropped one sits out more, until it uses another.
+    connection.close()
+    connection.ensure_connection()
+    distributed_lock("any").locked()
 
 
 def kill_session(session: int) -> None:
