@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, partial, update_wrapper, wraps
 from threading import Event, get_ident
 from typing import Any
 from unittest import mock
@@ -397,6 +397,16 @@ def test_template_over_a_bound_method_of_a_decorated_function(
     assert lock(wraps(method)(lambda *args: method(*args)))(5) == expected
     with pytest.raises(TypeError, match="self"):
         distributed_lock("{self}")(method)
+
+
+@pytest.mark.parametrize("name", ["locked", "cached"])
+def test_template_over_a_partial_that_claims_to_wrap(name: str) -> None:
+    """It takes what it doesn't supply, whatever its __wrapped__ takes."""
+    method = getattr(Counters(), name)
+    supplying = update_wrapper(partial(method, 5), method)
+    assert "outer:5:1" in distributed_lock("outer:5:{step}")(supplying)()
+    assert "outer:5:1" in distributed_lock("outer:5:{step}")(supplying)(1)
+    assert "outer:5:1" in distributed_lock("outer:5:{step}")(supplying)(step=1)
 
 
 def named(number: int) -> str:

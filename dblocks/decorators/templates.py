@@ -275,8 +275,9 @@ if sys.version_info >= (3, 14):
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, below decorators that keep it."""
     inner = inspect.unwrap(function, stop=_wraps_something_else)
-    if isinstance(inner, partial) and not inner.args and not inner.keywords:
-        return inspect.signature(inner.func, **_UNRESOLVED)
+    if isinstance(inner, partial):
+        # Without what it claims to wrap, which takes the arguments that it supplies.
+        inner = partial(inner.func, *inner.args, **inner.keywords)
     # Followed from a bound method, __wrapped__ leads to the function itself, unbound.
     follow = isinstance(inner, MethodType) or not hasattr(inner, "__wrapped__")
     return inspect.signature(inner, follow_wrapped=follow, **_UNRESOLVED)
