@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
@@ -30,56 +29,21 @@ PATIENCE = 10.0
 """Seconds for which a server that is away is waited for before a lock is forced."""
 
 
-class Source(ABC):
-    """Where the locks are that the command shows, releases and prunes."""
-
-    #: What its methods raise when it can't be reached, or can't do what is asked.
-    errors: tuple[type[Exception], ...]
-
-    @abstractmethod
-    def failure(self, error: Exception) -> CommandError:
-        """Turn one of its errors into a line and an exit status."""
-
-    @abstractmethod
-    def find(self, selection: Selection) -> list[AnyLock]:
-        """Return the locks that are selected, in no order."""
-
-    @abstractmethod
-    def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
-        """Return by key how many wait for these locks, where anybody is known to."""
-
-    @abstractmethod
-    def force_release(self, lock: AnyLock, **how: Any) -> bool:
-        """Release what was found; tell whether it was still current.
-
-        A grant that its holder has released since, and that is cooling, isn't.
-        """
-
-    @abstractmethod
-    def request_release(self, lock: AnyLock, **how: Any) -> bool:
-        """Ask the holder of the grant that was found; tell whether it is held."""
-
-    @abstractmethod
-    def count_stale(self, age: float) -> int:
-        """Count the locks that :meth:`prune` would delete."""
-
-    @abstractmethod
-    def prune(self, age: float, progress: Callable[[int], object]) -> int:
-        """Delete the rows that have been free or expired for so many seconds."""
-
-
-class Table(Source):
+class Table:
     """The lock table of a database."""
 
-    errors = (DatabaseError, InterfaceError)
+    #: What its methods raise when it can't be reached, or can't do what is asked.
+    errors: tuple[type[Exception], ...] = (DatabaseError, InterfaceError)
 
     def __init__(self, using: str) -> None:
         self._locks: LockQuerySet = DistributedLock.objects.using(using)
 
     def failure(self, error: Exception) -> CommandError:
+        """Turn one of its errors into a line and an exit status."""
         return database_failure(error, self._locks.db)
 
     def find(self, selection: Selection) -> list[AnyLock]:
+        """Return the locks that are selected, in no order."""
         rows: Any = self._locks.with_state()
         if (key := selection.key) is not None:
             first, end = span(key)
@@ -93,10 +57,15 @@ class Table(Source):
         return [row for row in rows if row in selection]
 
     def waiting(self, locks: Collection[AnyLock]) -> Mapping[str, int]:
+        """Return by key how many wait for these locks, where anybody is known to."""
         keys = {lock.lock_key for lock in locks}
         return session_locks.waiters(connections[self._locks.db], keys)
 
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
+        """Release what was found; tell whether it was still current.
+
+        A grant that its holder has released since, and that is cooling, isn't.
+        """
         # A later release leaves the version, and the row cooling.
         same: LockQuerySet = self._locks.filter(owner=lock.owner)
         return same.force_release(
@@ -104,19 +73,24 @@ class Table(Source):
         )
 
     def request_release(self, lock: AnyLock, **how: Any) -> bool:
+        """Ask the holder of the grant that was found; tell whether it is held."""
         return self._locks.request_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
         )
 
     def count_stale(self, age: float) -> int:
+        """Count the locks that :meth:`prune` would delete."""
         return self._locks.stale(age).count()
 
     def prune(self, age: float, progress: Callable[[int], object]) -> int:
+        """Delete the rows that have been free or expired for so many seconds."""
         return self._locks.prune(age, progress=progress)
 
 
-class Engine(Source):
-    """A backend that keeps its locks elsewhere."""
+class Engine:
+    """A backend that keeps its locks elsewhere; with the methods of :class:`Table`."""
+
+    errors: tuple[type[Exception], ...]
 
     def __init__(self, backend: BaseBackend) -> None:
         self._backend = backend
@@ -161,13 +135,17 @@ class Engine(Source):
         seen = self._backend.read_all([lock.key], PATIENCE).get(lock.key)
         return seen is not None and seen.owner == lock.owner
 
-    def _refuse_to_prune(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse_to_prune(self, *args: object) -> NoReturn:
         raise bad_usage(
             f"the backend {self._backend.alias!r} needs no pruning: it has no lock "
             f"table; --database ALIAS names one"
         )
 
     count_stale = prune = _refuse_to_prune
+
+
+Source = Table | Engine
+"""Where the locks are that the command shows, releases and prunes."""
 
 
 def source_of(database: str | None, backend: str | None) -> Source:
