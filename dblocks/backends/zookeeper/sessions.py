@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kazoo.exceptions import KazooException
 
@@ -24,6 +24,9 @@ from ...bells import Bell
 from ..values import Grant
 from . import nodes
 from .connection import ERRORS, LEAST, PASSING, Address, Connection
+
+if TYPE_CHECKING:
+    from .places import Place
 
 logger = logging.getLogger("dblocks")
 
@@ -86,12 +89,6 @@ class Leftover:
     mark: str
 
 
-class Resting(Protocol):
-    """What may expire."""
-
-    def expire(self, until: float) -> None: ...
-
-
 class Session(Connection):
     """The grants that a session keeps, and its waiters.
 
@@ -106,7 +103,7 @@ class Session(Connection):
         self.mutex = threading.RLock()
         self._explicit = threading.RLock()
         self._bells: set[tuple[str, Bell]] = set()
-        self._resting: set[weakref.ref[Resting]] = set()
+        self._resting: set[weakref.ref[Place]] = set()
         self._leftovers: set[Leftover] = set()
         self._due: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -135,7 +132,7 @@ class Session(Connection):
             if event.path in (None, "", path):
                 bell.ring(event.path)
 
-    def remember(self, place: Resting) -> None:
+    def remember(self, place: Place) -> None:
         """Have a place expire once nobody stands at it any more."""
         self._resting.add(weakref.ref(place, self._resting.discard))
 
