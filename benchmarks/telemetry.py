@@ -81,7 +81,7 @@ def take_turns(*, turns: int) -> dict[str, list[float]]:
     def order(number: int) -> None:
         pass
 
-    observers: dict[str, signals.Observer | None] = {OFF: None}
+    observers: dict[str, telemetry.Telemetry | None] = {OFF: None}
     telemetry.instrument()
     observers[BARE] = signals.observer
     telemetry.instrument(

@@ -11,7 +11,7 @@ names). Durations are seconds. Keys that are taken together have a signal each.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from django.dispatch import Signal
 
@@ -21,8 +21,7 @@ from .texts import visible
 
 if TYPE_CHECKING:
     from .backends.values import Described
-    from .holding.holds import Hold
-    from .waiting.attempt import Attempt
+    from .telemetry import Telemetry
 
 logger = logging.getLogger("dblocks")
 
@@ -64,24 +63,9 @@ def send(signal: Signal, sender: object, **facts: object) -> None:
             answer.__traceback__ = None
 
 
-class Observer(Protocol):
-    """Hears of grants, time-outs, releases and losses, at less cost than a signal.
-
-    It is called where the signals are sent; for a grant, in the caller's context. It
-    must not raise.
-    """
-
-    def acquired(self, attempt: Attempt) -> None: ...
-
-    def timed_out(self, attempt: Attempt) -> None: ...
-
-    def released(self, hold: Hold) -> None: ...
-
-    def lost(self, hold: Hold, held_for: float, reason: str) -> None: ...
-
-
-#: Set by :mod:`dblocks.telemetry`.
-observer: Observer | None = None
+#: Hears of grants, time-outs, releases and losses where their signals are sent, at
+#: less cost; of a grant in the caller's context. It must not raise.
+observer: Telemetry | None = None
 
 
 def log_timeout(error: LockTimeout, waited: float) -> None:
