@@ -483,6 +483,12 @@ def test_field_that_the_call_lacks() -> None:
     assert locked(order_id=5) == "5"
 
 
+def test_function_without_a_signature() -> None:
+    """Where nothing says which arguments there are, a field can't be supplied."""
+    with pytest.raises(TypeError, match="callable"):
+        distributed_lock("{number}")(max)
+
+
 @pytest.mark.parametrize(
     ("template", "value"),
     [

@@ -44,7 +44,8 @@ class CallTexts:
     """The key and the note of each call of a function.
 
     Raises:
-        TypeError: A field of a template is no parameter of the function.
+        TypeError: A field of a template is no parameter of the function, or that has no
+            signature to be seen.
         InvalidKey: The key's template is malformed.
         ValueError: The note's template is malformed.
     """
@@ -56,7 +57,13 @@ class CallTexts:
         self._signature: inspect.Signature | None = None
         makers = [*self._keys, self._note]
         if any(maker.fields for maker in makers):
-            self._signature = _signature(function)
+            try:
+                self._signature = _signature(function)
+            except ValueError as error:
+                raise TypeError(
+                    f"The templates of {name}() can't be filled in: {error}. Give the "
+                    f"key, and the note, as a callable."
+                ) from error
             for maker in makers:
                 maker.check_fields(self._signature)
 
