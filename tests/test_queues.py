@@ -94,7 +94,6 @@ def test_library(library: str, project: Path) -> None:
         pytest.skip(f"{library} is not installed")
     write_tasks(project, example(library))
     environment = {"LIBRARY": "django_q"} if library == "django_q" else {}
-    run(project, "django", "migrate", "-v0", **environment)
     driver = ["tests.support.queues", library]
     if library != "rq":
         run(project, *driver, **environment)
@@ -127,7 +126,6 @@ def test_celery_task_whose_process_is_killed(project: Path) -> None:
         KILLED + REPORTS.partition("\n\n\n")[2]
     )
     write_tasks(project, example("celery").replace("lease=60", "lease=3"))
-    run(project, "django", "migrate", "-v0")
     with Redis() as redis:
         run(project, "tests.support.queues", "celery_killed", REDIS_URL=redis.url())
 
@@ -136,5 +134,4 @@ def test_celery_task_whose_process_is_killed(project: Path) -> None:
 def test_django(project: Path) -> None:
     """Django's own tasks, by its immediate backend."""
     write_tasks(project, example("django"))
-    run(project, "django", "migrate", "-v0")
     run(project, "tests.support.queues", "django_tasks")

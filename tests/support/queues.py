@@ -1,7 +1,8 @@
 """Runs a project's ``shop.tasks`` as a library for tasks does: ``python -m … NAME``.
 
 The project is that of ``tests.test_queues``; each function here is called in a process
-of its own, with the library's example on the page for ``shop/tasks.py``.
+of its own, with the library's example on the page for ``shop/tasks.py``, on a database
+that this process makes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 import django
+from django.core.management import call_command
+from django.db import connections
 
 from dblocks import LockTimeout
 from dblocks.test import hold_elsewhere
@@ -189,4 +192,7 @@ def apscheduler() -> None:
 
 if __name__ == "__main__":
     django.setup()
+    call_command("migrate", verbosity=0)
+    # Some of what follows forks.
+    connections.close_all()
     globals()[sys.argv[1]]()
