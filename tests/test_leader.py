@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from testproject.shop.board import LEADER_LOCK
 from testproject.shop.leading import recommend
 from testproject.shop.models import Product, Recommendation
 from tests.support.commands import Commands
-from tests.support.fixtures import in_memory
 from tests.support.timing import DEADLINE, eventually, scaled
 
 
@@ -31,7 +29,11 @@ class Candidate:
         self._log = commands.file()
         options = ["--name", name, "--lease", str(scaled(1.5)), "--pause=0.05"]
         with self._log.open("wb") as log:
-            self.process = commands.start("lead", *options, stdout=log, stderr=log)
+            # One of them as people start it.
+            fresh = name == "Ann"
+            self.process = commands.start(
+                "lead", *options, fresh=fresh, stdout=log, stderr=log
+            )
 
     @property
     def said(self) -> str:
@@ -47,13 +49,9 @@ class Candidate:
 
 
 @pytest.fixture
-def stand(shop: None, tmp_path: Path) -> Iterator[Callable[[str], Candidate]]:
+def stand(shop: None, commands: Commands) -> Callable[[str], Candidate]:
     """Start candidates; those that are left at the test's end are killed."""
-    if in_memory():
-        pytest.skip("a database in memory belongs to one process")
-    commands = Commands(tmp_path)
-    yield lambda name: Candidate(commands, name)
-    commands.close()
+    return lambda name: Candidate(commands, name)
 
 
 @pytest.fixture

@@ -40,11 +40,9 @@ from dblocks.test import clear_locks, hold_elsewhere
 from tests.support.commands import (
     SLEEP,
     Commands,
-    Forked,
     environment,
     family,
     finish,
-    finish_forked,
     gone,
     relay,
     run,
@@ -890,11 +888,11 @@ def test_migrate_under_an_engine(
 # Many at once
 
 
-def test_ten_at_once(forked: Forked, key: str, tmp_path: Path) -> None:
+def test_ten_at_once(commands: Commands, key: str) -> None:
     """Ten that are started at once with --hold-at-least run the command once."""
-    file = tmp_path / "runs"
+    file = commands.file()
     processes = [
-        forked(
+        commands.start(
             "run_locked",
             *[key, "--skip-if-locked", "--hold-at-least", "30"],
             *shell("echo $$ >> {file}", file),
@@ -902,7 +900,7 @@ def test_ten_at_once(forked: Forked, key: str, tmp_path: Path) -> None:
         for _ in range(10)
     ]
     for process in processes:
-        assert finish_forked(process, within=3 * DEADLINE) == (0, "", "")
+        assert finish(process, within=3 * DEADLINE) == (0, "", "")
     assert len(file.read_text().split()) == 1
 
 
@@ -929,7 +927,7 @@ def test_missing_table(commands: Commands, key: str, empty_database: str) -> Non
     assert "migrate dblocks" in err
 
 
-def test_outdated_table(forked: Forked, key: str, empty_database: str) -> None:
+def test_outdated_table(commands: Commands, key: str, empty_database: str) -> None:
     """A deployment that brings migrations of dblocks, or that was interrupted, goes on.
 
     Until then every command says what to write, and so does the check.
@@ -937,7 +935,7 @@ def test_outdated_table(forked: Forked, key: str, empty_database: str) -> None:
     env = environment(NAME=empty_database)
 
     def status_of(*arguments: str) -> int:
-        status, _, err = finish_forked(forked(*arguments, env=env))
+        status, _, err = finish(commands.start(*arguments, env=env))
         if status:
             assert "migrate dblocks" in err
         return status
@@ -953,19 +951,19 @@ def test_outdated_table(forked: Forked, key: str, empty_database: str) -> None:
     assert status_of("run_locked", key, "--", "true") == 0
 
 
-def test_first_deployment(forked: Forked, empty_database: str) -> None:
+def test_first_deployment(commands: Commands, empty_database: str) -> None:
     """Ten machines that start the first migrate at once: one of them does it."""
     env = environment(NAME=empty_database)
     arguments = [
         *["run_locked", "migrate", "--skip-if-locked", "--hold-at-least", "60"],
         *["--django", "--", "migrate", "--verbosity", "0"],
     ]
-    processes = [forked(*arguments, env=env) for _ in range(10)]
+    processes = [commands.start(*arguments, env=env) for _ in range(10)]
     for process in processes:
-        status, out, err = finish_forked(process, within=3 * DEADLINE)
+        status, out, err = finish(process, within=3 * DEADLINE)
         assert (status, out) == (0, ""), err
-    status, out, _ = finish_forked(
-        forked("locks", "show", "migrate", "--json", env=env)
+    status, out, _ = finish(
+        commands.start("locks", "show", "migrate", "--json", env=env)
     )
     assert status == 0
     assert '"state": "cooling"' in out

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,21 @@ from django.db import connections
 from dblocks.management.commands import locks
 from dblocks.management.commands.run_locked import Command
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT, Worker, state_of
+from tests.support.nursery import Nursery, Program
+from tests.support.processes import ROOT, state_of
 from tests.support.timing import DEADLINE, eventually
 
-MANAGE = [sys.executable, "-m", "tests.support.manage"]
+MODULE = "tests.support.manage"
+MANAGE = [sys.executable, "-m", MODULE]
+
+Process = subprocess.Popen[bytes] | Program
+
+#: What may differ from the environment in which Django was loaded.
+READ_LATER = {"DBLOCKS_TEST_DATABASES", "PYTEST_CURRENT_TEST"}
 
 SLEEP = "echo $$ >> {file}; exec sleep 60"
 #: Ignores SIGTERM, in the shell and in what it starts.
 STUBBORN = "trap '' TERM; echo $$ >> {file}; while :; do sleep 0.1; done"
-
-
-Forked = Callable[..., Worker]
 
 
 def running_locks(
@@ -90,9 +94,10 @@ def gone(*pids: int, within: float = DEADLINE) -> None:
 class Commands:
     """One test's management commands; those that are left at its end are killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
         self.folder = folder
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._nursery = nursery
+        self._started: list[Process] = []
         self._children: list[int] = []
         self._files = 0
 
@@ -100,9 +105,19 @@ class Commands:
         self,
         *arguments: str,
         env: dict[str, str] | None = None,
+        fresh: bool = False,
         **options: Any,
-    ) -> subprocess.Popen[bytes]:
-        """Start ``manage.py`` with these arguments, in a session of its own."""
+    ) -> Process:
+        """Start ``manage.py`` with these arguments, in a session of its own.
+
+        It is forked, unless ``fresh`` or something else asks for another Python.
+        """
+        env = environment() if env is None else env
+        fresh = fresh or not options.keys() <= {"stdin", "stdout", "stderr"}
+        if not fresh and loads_the_same(env, self._nursery.environment):
+            program = self._nursery.start(MODULE, *arguments, env=env, **options)
+            self._started.append(program)
+            return program
         options.setdefault("stdin", subprocess.DEVNULL)
         options.setdefault("stdout", subprocess.PIPE)
         options.setdefault("stderr", subprocess.PIPE)
@@ -110,7 +125,7 @@ class Commands:
         process = subprocess.Popen(
             [*MANAGE, *arguments],
             cwd=ROOT,
-            env=environment() if env is None else env,
+            env=env,
             **options,
         )
         self._started.append(process)
@@ -145,18 +160,18 @@ class Commands:
                     os.kill(pid, signal.SIGKILL)
 
 
-def finish(
-    process: subprocess.Popen[bytes], within: float = DEADLINE
-) -> tuple[int, str, str]:
+def loads_the_same(one: dict[str, str], other: dict[str, str]) -> bool:
+    """Tell whether Django, loaded in either environment, is the same."""
+    return all(
+        one.get(name) == other.get(name)
+        for name in (one.keys() | other.keys()) - READ_LATER
+    )
+
+
+def finish(process: Process, within: float = DEADLINE) -> tuple[int, str, str]:
     """Wait for a command's end; return its status and what it wrote."""
     out, err = process.communicate(timeout=within)
     return process.returncode, out.decode(), err.decode()
-
-
-def finish_forked(worker: Worker, within: float = DEADLINE) -> tuple[int, str, str]:
-    """Wait for a forked command's end; return its status and what Python wrote."""
-    event = worker.expect("ended", within)
-    return event["status"], event["out"], event["err"]
 
 
 class Relay:
@@ -258,34 +273,16 @@ def shared(committed: None) -> None:
         pytest.skip("a database in memory belongs to one process")
 
 
+@pytest.fixture(scope="session")
+def loaded(django_db_setup: None) -> Iterator[Nursery]:
+    """Keep the process from which commands are forked."""
+    with closing(Nursery(environment())) as loaded:
+        yield loaded
+
+
 @pytest.fixture
-def commands(shared: None, tmp_path: Path) -> Iterator[Commands]:
+def commands(shared: None, loaded: Nursery, tmp_path: Path) -> Iterator[Commands]:
     """Start management commands that are killed when the test ends."""
-    commands = Commands(tmp_path)
+    commands = Commands(loaded, tmp_path)
     yield commands
     commands.close()
-
-
-@pytest.fixture
-def forked(shared: None) -> Iterator[Forked]:
-    """Start management commands in forks of a process that has loaded Django.
-
-    That is ten times quicker than ``commands``, where processes of other programs and
-    what becomes of signals and files don't matter.
-    """
-    started: list[Worker] = []
-
-    def start(*arguments: str, env: dict[str, str] | None = None) -> Worker:
-        changed = (env or environment())["DBLOCKS_TEST_DATABASES"]
-        worker = Worker(json.loads(changed)["default"])
-        started.append(worker)
-        worker.run(
-            "manage",
-            arguments=arguments,
-            environment={"DBLOCKS_TEST_DATABASES": changed},
-        )
-        return worker
-
-    yield start
-    for worker in started:
-        worker.kill()

@@ -6,14 +6,13 @@ wait for further words; ``done`` follows when it has ended.
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -286,26 +285,6 @@ def warm_cache(key: str, pages: list[str], **options: Any) -> None:
         emit("lost", reason=error.reason)
 
 
-def manage(arguments: list[str], environment: dict[str, str]) -> None:
-    """Be ``tests.support.manage``; say the status, and what Python wrote.
-
-    The environment is for what the command starts.
-    """
-    from django.core.management import execute_from_command_line
-
-    from tests.support import manage as program
-
-    os.environ.update(environment)
-    sys.modules["__main__"] = program
-    status: int | str | None = 0
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        try:
-            execute_from_command_line(["manage.py", *arguments])
-        except SystemExit as end:
-            status = end.code or 0
-    emit("ended", status=status, out=out.getvalue(), err=err.getvalue())
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
@@ -322,7 +301,6 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         read_in_atomic_block,
         add_under_guard,
         warm_cache,
-        manage,
     )
 }
 
