@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from dblocks.test import hold_elsewhere
 from tests.support.alarms import alarms
 from tests.support.factories import AccountFactory, stored
 from tests.support.fixtures import in_memory
-from tests.support.processes import ROOT, inherited, names_of_databases
+from tests.support.nursery import Nursery
+from tests.support.processes import inherited, names_of_databases
 from tests.support.reentrant import PROGRAM
 from tests.testapp.models import Account
 
@@ -32,39 +31,35 @@ Run = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def nursery(django_db_setup: None) -> Iterator[subprocess.Popen[str]]:
-    """Keep what forks the processes; starting it costs half a second of Django."""
+def loaded(django_db_setup: None) -> Iterator[Nursery]:
+    """Keep the process from which programs are forked."""
     # Not measured: a handler would wait for coverage's mutex, which it interrupts.
     environment = inherited(("COVERAGE",))
     # With such a storm of signals a short lease is not renewed in time.
     environment |= {**names_of_databases(), "ZOOKEEPER_LEASE": "30"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.reentrant"],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as nursery:
-        yield nursery
+    with closing(Nursery(environment)) as loaded:
+        yield loaded
 
 
 @pytest.fixture
-def run(backend: str, key: str, nursery: subprocess.Popen[str], tmp_path: Path) -> Run:
+def run(backend: str, key: str, loaded: Nursery, tmp_path: Path) -> Run:
     """Run a program of ``tests.support.reentrant``, which must end well."""
     if backends[backend].has_table and in_memory():
         pytest.skip("a database in memory belongs to one process")
-    stdin, stdout = nursery.stdin, nursery.stdout
-    assert stdin is not None
-    assert stdout is not None
 
-    def run(program: str, **arguments: Any) -> None:
-        arguments |= {"key": key, "backend": backend}
+    def run(name: str, **arguments: Any) -> None:
+        told = json.dumps({**arguments, "key": key, "backend": backend})
         errors = tmp_path / "errors"
-        told = {"program": program, "with": arguments, "errors": str(errors)}
-        print(json.dumps(told), file=stdin, flush=True)
+        with errors.open("wb") as file:
+            program = loaded.start(
+                "tests.support.reentrant", name, told, stdout=file, stderr=file
+            )
+        try:
+            status = program.wait(PROGRAM)
+        finally:
+            program.kill()
         # Where it stood, and what of.
-        assert stdout.readline() == "0\n", errors.read_text()[-4000:]
+        assert status == 0, errors.read_text()[-4000:]
 
     return run
 

@@ -1,10 +1,8 @@
 """Code that runs in the middle of dblocks.
 
-``python -m tests.support.reentrant`` forks a process for each line ``{"program": NAME,
-"with": ARGUMENTS, "errors": PATH}`` that it reads, and answers with its exit status.
-
-In a process of its own, on the test's database: what hangs there is ended, with its
-stack in that file, and hangs nothing else. Only those that are forked use dblocks.
+``python -m tests.support.reentrant PROGRAM ARGUMENTS``, these as JSON, in a process of
+its own, on the test's database: what hangs there is ended, with its stack on standard
+error, and hangs nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +26,7 @@ from django.db import Error, connections
 
 from tests.support.alarms import alarms
 
-#: Seconds for one program; it ends by itself when it hangs.
+#: Seconds for one program; it ends by itself when one of its rounds hangs.
 PROGRAM = 120
 #: Seconds that one round may take, however busy the machine.
 ROUND = 10.0
@@ -331,33 +327,12 @@ def perform(program: str, arguments: dict[str, Any]) -> None:
         connections.close_all()
 
 
-def status_of(pid: int) -> int:
-    """Wait for a child's end, which comes in time by force; return its exit status."""
-    until = time.monotonic() + PROGRAM
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
 def main() -> None:
-    """Fork one process after another, until there are no more words."""
     django.setup()
     for alias, name in json.loads(os.environ["DBLOCKS_TEST_NAMES"]).items():
         connections.settings[alias]["NAME"] = name
-    for line in sys.stdin:
-        told = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            with Path(told["errors"]).open("wb") as errors:
-                os.dup2(errors.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-            perform(told["program"], told["with"])
-            return
-        print(status_of(pid), flush=True)
+    program, arguments = sys.argv[1:]
+    perform(program, json.loads(arguments))
 
 
 if __name__ == "__main__":
