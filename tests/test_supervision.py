@@ -45,6 +45,43 @@ from tests.support.fixtures import OtherThread
 from tests.support.processes import ROOT, state_of
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
+# How they are started
+
+STATE = """
+import os, sys, threading
+import django
+print(sys.argv, sys.flags, sys.modules["__main__"].__spec__.name, os.getcwd())
+print(os.listdir("/proc/self/fd"), sys.stdin.read(), sys.stdout, sys.stderr)
+signals = "SigBlk", "SigIgn", "SigCgt"
+print([line for line in open("/proc/self/status") if line.startswith(signals)])
+print(os.getpid() == os.getsid(0) == os.getpgid(0), threading.active_count())
+print(sorted(os.environ.items()))
+"""
+END = """
+import atexit, sys, threading, time
+atexit.register(print, "the end")
+threading.Thread(target=lambda: time.sleep(0.1) or print("late")).start()
+sys.exit("a message")
+"""
+INTERRUPTED = """
+import os, signal, sys, time
+sys.excepthook = lambda *about: print(about[0])
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [STATE, END, INTERRUPTED], ids=["state", "end", "INT"])
+def test_forked_like_started(commands: Commands, code: str) -> None:
+    """Nothing tells a command that the tests have forked from one that they started."""
+    started, forked = (
+        finish(commands.start("shell", "--no-imports", "-c", code, fresh=fresh))
+        for fresh in (True, False)
+    )
+    assert forked == started
+    assert forked[1]
+
+
 # Streams
 
 
