@@ -15,7 +15,7 @@ from dblocks import Lease, Lock, clock
 from dblocks.backends.values import Renewal
 from dblocks.conf import backends
 from dblocks.holding.registry import registry
-from dblocks.holding.renewal import scheduler
+from dblocks.holding.renewal import RenewalScheduler, scheduler
 from dblocks.signals import lock_lost
 from dblocks.waiting.attempt import Attempt
 from tests.support.fixtures import OtherThread
@@ -195,3 +195,25 @@ def test_deadline_between_two_looks_at_the_clock(
         if registry.watches(lease._hold):
             scheduler._look(read())
     assert told.wait(DEADLINE)
+
+
+class Ending(RenewalScheduler):
+    """A scheduler whose thread ends between two looks at it."""
+
+    @property
+    def _thread(self) -> Any:
+        found, self.left = self.left, None
+        return found
+
+    @_thread.setter
+    def _thread(self, thread: threading.Thread | None) -> None:
+        self.left = thread
+
+
+def test_scheduler_that_ends_just_then(acquire: Leases) -> None:
+    """A lock that is taken as the scheduler's thread ends is no AttributeError."""
+    ending = Ending()
+    ending._thread = threading.current_thread()
+    lease = acquire()
+    ending.watch(lease._hold)
+    assert lease.held

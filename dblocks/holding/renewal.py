@@ -53,7 +53,9 @@ class RenewalScheduler:
         for hold in holds:
             registry.add(hold)
         self._used = True
-        if self._thread is None or not self._thread.is_alive():
+        # Once: it may be about to end.
+        thread = self._thread
+        if thread is None or not thread.is_alive():
             self._start()
         elif min(min(x.renew_at, x.deadline) for x in holds) < self._wakes_at:
             self.hurry()
