@@ -1,4 +1,4 @@
-"""A Redis server, as ``LOCATION`` and ``OPTIONS`` name it: sends commands to it."""
+"""Sends commands to the Redis server that ``LOCATION`` and ``OPTIONS`` name."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ PATIENCE = 1.0
 """Seconds for which faults that pass are sat out; longer where the caller waits."""
 
 KEPT_IDLE = 64
-"""Connections that are kept for the next commands."""
+"""How many idle connections are kept, at most, for the next commands."""
 
 LASTING = (AuthenticationError, AuthorizationError, MaxConnectionsError)
-"""Faults that don't pass; they are connection errors too."""
+"""Faults that don't pass, although redis-py counts them as connection errors."""
 
 UNREACHABLE = (ConnectionError, TimeoutError)
 
 _TRANSIENT = (*UNREACHABLE, ReadOnlyError, TryAgainError, ClusterDownError)
 
 _MEANINGS: dict[str, type[ResponseError]] = {
-    # A script of somebody else runs.
+    # Somebody else's script is running.
     "BUSY": TryAgainError,
     # Replicas are away.
     "NOREPLICAS": TryAgainError,
@@ -62,9 +62,9 @@ _MEANINGS: dict[str, type[ResponseError]] = {
     # A waiter is sent away: its server is no longer a primary.
     "UNBLOCKED": TryAgainError,
 }
-"""What errors mean for which redis-py has no classes, or none if a script met them.
+"""The classes of errors for which redis-py has none, at least if a script met them.
 
-Before Redis 7, the text says at which line that was before it says what it was.
+Before Redis 7, the text of such an error has the script's line before the code.
 """
 
 _CODE = re.compile(rf"(?:^|: -)({'|'.join(_MEANINGS)}) ")
@@ -76,7 +76,7 @@ Part = tuple[Sequence[str], Sequence[Argument]]
 
 
 def meant(error: ResponseError) -> ResponseError:
-    """Return an error of the class that says what it means."""
+    """Return the error, in the class that its code stands for."""
     code = _CODE.search(str(error))
     return _MEANINGS[code[1]](str(error)) if code else error
 
@@ -109,21 +109,21 @@ class Client:
         self._patience = patience
         self._pid = os.getpid()
         self._idle: deque[Any] = deque()
-        #: Where the latest connection leads: of a service, to its master.
+        #: Where the latest connection leads; with Sentinel, to the service's master.
         self._leads_to: tuple[Any, ...] = ()
-        #: Local clock when that was asked for.
+        #: Local clock before that connection was made.
         self._asked_at = 0.0
         #: The server's name without user and password.
         self.name = _name(alias, location)
         try:
             self._pool = _pool(location, dict(options))
-            # Unknown options show when the first connection is made.
+            # Made only to have unknown options refused here, not at the first use.
             self._pool.connection_class(**self._pool.connection_kwargs)
         except (ArithmeticError, TypeError, ValueError, RedisError) as error:
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
             ) from error
-        # The collector would warn of sockets left to it: a connection is in a cycle.
+        # Connections are in cycles: the garbage collector would warn of their sockets.
         weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
 
     def send(
@@ -136,15 +136,16 @@ class Client:
 
         Args:
             answers_within: Seconds that the answer may take, if more than usual.
-            asking: It is about a slot that is still on its way to this server.
+            asking: The command is about a slot that is still moving to this server.
 
         Raises:
-            RedisError: As redis-py says it, with the server's name.
+            RedisError: As redis-py raises it; if the server is out of reach, with its
+                name.
         """
         try:
             return self._send(command, answers_within, asking)
         except (ConnectionError, TimeoutError) as error:
-            # Sentinel's goes on with how it was asked, which is long and not for all.
+            # Sentinel's text goes on with how it was asked: long, and not for all eyes.
             text = str(error).partition(" : ")[0]
             raise type(error)(
                 f"{text} (DBLOCKS[{self.alias!r}]: {self.name} should be a Redis "
@@ -169,7 +170,8 @@ class Client:
         except ResponseError as error:
             error = meant(error)
             if isinstance(error, ReadOnlyError):
-                # It is no longer the primary; its name may lead to the one that is.
+                # The server isn't the primary any more; its name may lead to the new
+                # one.
                 connection.disconnect()
                 self.close()
             else:
@@ -179,7 +181,7 @@ class Client:
             # An answer that comes later must not be taken for another command's.
             connection.disconnect()
             if isinstance(error, ConnectionError | TimeoutError) and not answers_within:
-                # The others are idle, or lead to a master of old.
+                # Idle connections may be broken as well, or lead to a former master.
                 self.close()
             raise
         self._give_back(connection)
@@ -188,8 +190,8 @@ class Client:
     def _take(self) -> Any:
         """Return a connection that nobody else uses."""
         if self._pid != os.getpid():
-            # Closed in a forked child alone: its parent's go on. Noted last, or another
-            # thread would use one that isn't closed yet.
+            # A forked child closes its copies; the parent's connections go on. The pid
+            # is noted last, or another thread could use a copy that isn't closed yet.
             self.close()
             self._pid = os.getpid()
         try:
@@ -203,8 +205,8 @@ class Client:
                 is_news = self._heed(connection, asked_at)
             except Exception as error:
                 connection.disconnect()
-                # One of redis-py's frames keeps an error that keeps the frame, and with
-                # it all callers' leases until the garbage collector comes.
+                # A frame of redis-py and its error keep each other, and with them the
+                # leases of all callers, until the garbage collector comes.
                 cause = error.__context__
                 while cause is not None:
                     cause.__traceback__, cause = None, cause.__context__
@@ -218,10 +220,10 @@ class Client:
             return self._take()
 
     def _heed(self, connection: Any, asked_at: float) -> bool:
-        """Leave the master of old, which may not know yet that there is another.
+        """Leave a former master, which may not know yet that there is a new one.
 
-        ``False`` if it is the connection that leads there: it was asked for before
-        another one that leads elsewhere.
+        Return ``False`` if this connection itself may lead to a former master: a newer
+        one leads elsewhere.
         """
         address = _leads_to(connection)
         if address != self._leads_to:
@@ -265,7 +267,7 @@ class Client:
                 if not may_pass(error):
                     raise
                 left = give_up - clock.monotonic()
-                # A connection that was dropped while it was idle tells nothing.
+                # The first error may be a dropped idle connection's: it tells nothing.
                 is_news = pause > 0 or not isinstance(error, ConnectionError)
                 if left <= 0 and is_news:
                     raise
@@ -329,7 +331,7 @@ class Client:
 
 
 def _leads_to(connection: Any) -> tuple[Any, ...]:
-    # A Unix socket has neither; of a service, they are those of its master.
+    # A Unix socket has neither; with Sentinel, they are the master's.
     return getattr(connection, "host", None), getattr(connection, "port", None)
 
 
@@ -353,7 +355,7 @@ def _name(alias: str, location: str) -> str:
     except ValueError:
         is_clear = False
     if not is_clear:
-        # Not shown, because it may be a part of the password that made it so.
+        # Not shown: the part that can't be read may belong to the password.
         raise ImproperlyConfigured(
             f"DBLOCKS[{alias!r}]: LOCATION is not the URL of a Redis server. In its "
             f"user and password, special characters must be percent-encoded."
@@ -381,17 +383,17 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     parse: Any = parse_url
     chosen = {**options, **parse(location)}
     fixed = {
-        # What may be sent again, and for how long, is known here alone.
+        # Only dblocks knows which commands may be sent again, and for how long.
         "retry": Retry(NoBackoff(), 0),
         "decode_responses": False,
-        # As many as there are threads that ask.
+        # No limit: as many as there are threads that ask.
         "max_connections": 2**31,
     }
     if refused := sorted(fixed.keys() & chosen.keys()):
         raise ValueError(f"{', '.join(refused)} can't be set")
     settings = {**timeouts, **chosen, **fixed}
     if "path" not in settings:
-        # A Unix socket has none.
+        # Not for a Unix socket, which has no keepalive.
         settings.setdefault("socket_keepalive", True)
     if sentinels is None:
         return ConnectionPool(**settings)

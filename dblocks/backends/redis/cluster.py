@@ -67,7 +67,7 @@ class ClusterClient(Client):
         self._location, self._options = urlsplit(location), options
         #: Who has each slot; empty unless this is a cluster.
         self._owners: list[Address | None] = []
-        #: It is known whether this is a cluster.
+        #: Whether a connection has told by now if this is a cluster.
         self._met = False
         self._nodes: dict[Address, Client] = {}
 
@@ -81,7 +81,7 @@ class ClusterClient(Client):
 
     def masters(self) -> list[Client]:
         if not self._met:
-            # Which tells, and which the scripts must be allowed as well.
+            # Any command tells; of this one, scripts need the permission as well.
             self.send("TIME")
         if not self._owners:
             return [self]
@@ -101,7 +101,7 @@ class ClusterClient(Client):
             try:
                 return super().run_all(script, head, parts, patience=patience)
             except ClusterCrossSlotError:
-                # It was the first command: by now it is known that this is a cluster.
+                # This was the first command: its connection has told of the cluster.
                 pass
         groups: dict[int, list[int]] = {}
         for index, (names, _) in enumerate(parts):
@@ -149,7 +149,7 @@ class ClusterClient(Client):
                 node, asking = self._follow(node, error)
             except (*UNREACHABLE, ClusterDownError):
                 if self._owners:
-                    # Perhaps another has its slots by now; the next attempt will tell.
+                    # Another may have its slots by now; the next attempt will tell.
                     self._refresh(without=node)
                 raise
             except ResponseError as error:
@@ -164,7 +164,7 @@ class ClusterClient(Client):
     def _meet(self, connection: Any) -> None:
         if self._met:
             return
-        # Known without asking, unless redis-py is told or used to speak RESP2.
+        # RESP3's handshake tells. redis-py may be set, or too old, to speak RESP2.
         mode = (connection.handshake_metadata or {}).get(b"mode")
         if mode in (None, b"cluster"):
             connection.send_packed_command([packed(SLOTS)])
@@ -176,11 +176,11 @@ class ClusterClient(Client):
         self._met = True
 
     def _follow(self, node: Client, error: AskError) -> tuple[Client, bool]:
-        """Return the node that a redirect leads to, and whether it must be told so."""
+        """Return the node that a redirect leads to, and whether it needs ``ASKING``."""
         owner = _address(error.host, error.port, node)
         has_moved = isinstance(error, MovedError)
         if has_moved:
-            # The one that redirects is in reach, and knows.
+            # The node that redirects is in reach, and has the new map.
             with suppress(RedisError):
                 self._learn(node)
         return self._node(owner), not has_moved
@@ -236,7 +236,7 @@ def _slot(name: str) -> int:
 
 
 def _address(host: str, port: int, said_by: Client) -> Address:
-    """Return where a node is; one that names no host means the one it was asked at."""
+    """Return a node's address; without a host, that of the node that answered."""
     if host in ("", "?"):
         host = urlsplit(said_by.name).hostname or "localhost"
     return Address(host, port)

@@ -15,7 +15,7 @@ from ..values import Grant
 from .server import Server
 
 MOST_GRANTS = 10_000
-"""The most grants that are remembered. Of others, all servers are asked."""
+"""The most grants that are remembered. To release others, all servers are asked."""
 
 
 class CountedHolds:
@@ -34,16 +34,16 @@ class CountedHolds:
         return self._by_process.setdefault(os.getpid(), {})
 
     def note(self, grant: Grant, servers: Collection[Server]) -> None:
-        """Remember who has counted one more hold."""
+        """Remember which servers have counted one more hold."""
         holds = self._holds
         holds.setdefault(grant, []).append(servers)
         if len(holds) > MOST_GRANTS:
-            # Lost ones that nobody came back for.
+            # The oldest is most likely lost, and its owner never came back.
             with suppress(RuntimeError, StopIteration):
                 holds.pop(next(iter(holds)), None)
 
     def take(self, grant: Grant) -> Collection[Server] | None:
-        """Return who has counted a hold that ends; ``None`` if that isn't known."""
+        """Take out the latest hold; return its servers, ``None`` if unknown."""
         try:
             holds = self._holds[grant]
             servers = holds.pop()
@@ -54,7 +54,7 @@ class CountedHolds:
         return servers
 
     def last(self, grant: Grant) -> Collection[Server] | None:
-        """Return who has counted the hold that is given back last, if that is known."""
+        """Return the servers of the hold that ends last, ``None`` if unknown."""
         try:
             return self._holds[grant][0]
         except (KeyError, IndexError):

@@ -2,7 +2,7 @@
 
 A release tells the first waiter that the key is free, and keeps it for that waiter for
 a quarter of a second. It tells the next waiters when to look, one after the other, in
-case those before them have died, and the last, in case all of these have.
+case those before them have died, and also the last waiters, in case all of those have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 25.0
 """Seconds between two looks at a key that nobody releases."""
 
 LONGEST_OF_CO_OWNER = 1.0
-"""The same for an explicit owner, whose other threads may let it in."""
+"""The same for an explicit owner, which may get the key in another thread meanwhile."""
 
 
 class Doorbell(Gate):
@@ -45,7 +45,7 @@ class Doorbell(Gate):
 
     @property
     def ticket(self) -> str:
-        """Its name in the queue, if it is there."""
+        """The waiter's name in the queue; an empty string if it isn't there."""
         return self._ticket if self._queues else ""
 
     def patience(self, remaining: float) -> float:
@@ -61,8 +61,8 @@ class Doorbell(Gate):
         except LASTING:
             raise
         except (*UNREACHABLE, TryAgainError, ClusterDownError):
-            # The look that follows sits it out for as long as the caller waits. It
-            # could not tell of a server that only refuses to be written to.
+            # The reading that follows sits the fault out for as long as the caller
+            # waits. Other errors are raised, because reading doesn't meet them.
             self.held = False
         finally:
             self._leave_if_left()
@@ -89,10 +89,10 @@ class Doorbell(Gate):
         return False
 
     def answered(self, *, granted: bool) -> None:
-        """Note the answer to an attempt, which used up what was kept for this waiter.
+        """Note the answer to an attempt: the key is kept for this waiter no longer.
 
         Args:
-            granted: It got the key, and no longer queues.
+            granted: The waiter got the key, and no longer queues.
         """
         self.held = False
         if granted:

@@ -3,22 +3,23 @@
 A lock's keys share a hash tag, so that a cluster has them in one place:
 
 * ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
-  an id, the mark of a grant where versions aren't, and the last acts that released it;
-* ``…:queue``, a sorted set: the tickets of those who wait, by their arrival;
-* ``…:alive``, a hash: until when each of them is thought to wait;
+  an id, which marks a grant where the version doesn't, and the last acts that released
+  it;
+* ``…:queue``, a sorted set: the tickets of the waiters, by their arrival;
+* ``…:alive``, a hash: until when each waiter is thought to wait;
 * ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
   it is kept for them;
 * ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
-* ``…:told:TICKET``, for as long as that waiter is about to look by itself;
+* ``…:told:TICKET``, which exists until that waiter is due to look by itself;
 * ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
 
-The first of those who wait may take a key that is free and not kept for another. After
-half a second the second may, with each further quarter one more, from the fifth on all
-of them, and in the end those who don't wait: those before them may be dead.
+The first waiter may take a key that is free and not kept for another. As those before
+them may be dead, the second may after half a second, with each further quarter one
+more, from the fifth on all of them, and in the end callers that don't queue.
 
 Moments are microseconds of the server's clock. A version is the moment of its grant,
 or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
-versions rise although rows are forgotten, by a restart without persistence too.
+versions rise although rows are forgotten, even by a restart without persistence.
 """
 
 from __future__ import annotations
@@ -166,6 +167,6 @@ end
 
 
 def script(text: str) -> Script:
-    """Return a script that begins with all of this."""
+    """Return a script that begins with the prelude."""
     text = _PRELUDE + text
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())

@@ -42,10 +42,10 @@ from .servers import Servers
 T = TypeVar("T")
 
 SOCKET_TIMEOUT = 0.25
-"""Seconds after which a server that doesn't answer counts as no, by default."""
+"""Seconds after which a server that doesn't answer is out of reach, by default."""
 
 RETRY_AFTER = 0.25
-"""Seconds, at most, until too few servers are asked again."""
+"""Seconds, at most, before the servers are asked again after too few answered."""
 
 DRIFT = 0.01
 """The part of a lease by which the servers' clocks may drift apart."""
@@ -66,14 +66,14 @@ def _identity() -> str:
 
 
 class UnansweredError(ConnectionError):
-    """Too few servers are in reach at present."""
+    """Too few servers answered, for reasons that may pass."""
 
 
 class QuorumBackend(Servers):
     """A majority of several independent servers."""
 
     has_fencing_tokens = False
-    # If one server doesn't answer, there are the others.
+    # No server's faults are sat out: a majority of the others is enough.
     patience = 0.0
     client_options = dict.fromkeys(
         ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
@@ -82,7 +82,7 @@ class QuorumBackend(Servers):
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
         self._majority = len(self._servers) // 2 + 1
-        #: How many servers may fail, or refuse, without a majority's doing so.
+        #: The most servers that may fail, or refuse, while the others are a majority.
         self._spare = len(self._servers) - self._majority
         self._counted = CountedHolds()
 
@@ -135,7 +135,7 @@ class QuorumBackend(Servers):
         return answers, errors
 
     def _patiently(self, ask: Callable[[], T], patience: float) -> T:
-        """Ask again, for as long as the caller waits, while too few are in reach."""
+        """Ask; while too few servers answer, ask again until ``patience`` is over."""
         give_up = clock.monotonic() + patience
         while True:
             try:
@@ -186,13 +186,13 @@ class QuorumBackend(Servers):
         if any(each.again for each in valid):
             grant = valid[0].grant
             told, failed = self._extend(grant, request.lease, counted)
-            # Not as renewals are judged: holds that were lost are still noted.
+            # Not judged by _renewed(), which goes by noted holds, even by lost ones.
             if sum(grant in each.extended for each in told) < self._majority:
                 valid, reached = [], reached - len(failed)
                 errors = [*errors, *failed]
         useless = {s: [each.grant] for s, each in granted.items() if each not in valid}
         if useless or not valid:
-            # A server that lacks a co-owner's grant has made one of its own.
+            # New grants, of servers that lack a co-owner's grant, are useless as well.
             asked = [Grant(key, request.owner, None, alone.identity)]
             self._undo(alone, asked, useless)
         if valid:
@@ -208,8 +208,8 @@ class QuorumBackend(Servers):
     ) -> tuple[Collection[Renewed], list[RedisError]]:
         """Extend a grant that its owner has entered again, where that is counted.
 
-        Each server by itself doesn't: what a minority has of an earlier grant would
-        never lapse while the owner comes back.
+        The servers' script doesn't extend it: if only a minority has a grant, it would
+        never lapse while its owner keeps asking.
         """
         renewals = [Renewal(grant, lease)]
         answers, errors = self._answers(lambda server: server.renew(renewals), counted)
@@ -219,13 +219,13 @@ class QuorumBackend(Servers):
         self, request: Request, granted: Granted, counted: set[Server], identity: str
     ) -> None:
         """Note an explicit owner's hold, and subtract those that were lost here."""
-        # A new grant may be counted later on by a server that is slow.
+        # A slow server may yet count a new grant, so all servers are noted.
         is_new = granted.grant.identity == identity
         try:
             if granted.again:
                 self._subtract_lost(request, granted.grant)
         finally:
-            # Not before: the latest are taken first.
+            # Noted last: the subtraction takes the holds that were noted last.
             self._counted.note(granted.grant, self._servers if is_new else counted)
 
     def _forfeit(self, grant: Grant, holds: int) -> None:
@@ -270,9 +270,10 @@ class QuorumBackend(Servers):
     ) -> None:
         """Undo what was granted, or may have been; the rest lapses.
 
-        An explicit owner may have the key in another thread: there, only holds that are
-        known to have been counted now are undone. Otherwise only what this request was
-        granted: a server that hung may undo after the owner has asked again.
+        An explicit owner may have the key in another thread, so only holds that servers
+        are known to have counted just now are undone. For other owners, all servers
+        undo this request's grant, and no other: a server that hung may do so after the
+        owner has asked again.
         """
         count = None if request.explicit else 0
         if not request.explicit:
@@ -280,7 +281,7 @@ class QuorumBackend(Servers):
 
         def undo(server: Server) -> set[Grant]:
             grants = granted[server]
-            # What others have had cools as they were promised.
+            # An earlier grant, of a co-owner, cools as its hold_at_least demands.
             is_new = all(each.identity == request.identity for each in grants)
             return server.release_all(grants, count=count, undo=is_new)
 
@@ -296,7 +297,7 @@ class QuorumBackend(Servers):
         if count is None and renewed.extended:
             self._counted.note(renewal.grant, counted)
         elif count is None:
-            # It is counted in this process alone, or not at all.
+            # The re-entry counts in this process alone, or not at all: servers undo it.
             grants = [renewal.grant]
             self._answers(lambda s: s.release_all(grants, count=None), counted)
         if len(errors) > self._spare:
@@ -313,7 +314,7 @@ class QuorumBackend(Servers):
         """Return what a majority says."""
         renewed = Renewed()
         for grant, _ in renewals:
-            # Where this process's hold isn't counted, co-owners free the key.
+            # Servers that don't count this process's hold let co-owners free the key.
             counted = self._servers_of(self._counted.last(grant))
             extended = sum(
                 grant in each.extended and server in counted
@@ -344,7 +345,7 @@ class QuorumBackend(Servers):
         refused = Counter(
             grant for s, current in answers.items() for grant in {*due[s]} - current
         )
-        # As with renewals: lost is what no majority can have any more.
+        # As with renewals, a grant is lost when no majority can have it any more.
         return {grant for grant in grants if refused[grant] <= self._spare}
 
     def undo_all(self, grants: Sequence[Grant]) -> None:
@@ -362,7 +363,7 @@ class QuorumBackend(Servers):
         }
 
     def _agreed(self, seen: Sequence[Reading]) -> Reading:
-        """Return what a majority says about a key: when that many will grant it."""
+        """Return the reading that says when a majority will grant the key."""
         readings = sorted(seen, key=lambda each: each.remaining)
         return readings[self._majority - 1]
 
@@ -392,13 +393,13 @@ class QuorumBackend(Servers):
         self, row_key: str, version: int | None, age: float
     ) -> Described | None:
         answers = self._ask(lambda server: server.force_release(row_key, version, age))
-        # With fewer that had a grant, a majority of those in reach was free before.
+        # If fewer had a grant, a majority of the servers had none.
         return self._described(answers.values(), len(answers) - self._majority + 1)
 
     def _described(
         self, answers: Iterable[Described | None], least: int
     ) -> Described | None:
-        """Return whose grant it was, if that many servers know one."""
+        """Return the grant's owner and holder, if ``least`` servers or more know it."""
         found = [each for each in answers if each is not None]
         if len(found) < least:
             return None

@@ -1,4 +1,4 @@
-"""What a server is told: Lua scripts, each of which runs alone and whole."""
+"""The Lua scripts that a server runs, each alone and whole."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ end
 if queued and free - 1 > reserved(rung) then ring(queue, alive, rung) end
 return {1, chosen, version, tonumber(max_hold)}
 """)
-"""Grant a key, or the first free of its permits from one on.
+"""Grant a key, or the first of its permits that is free, beginning with a given one.
 
 Keys: queue, alive, rung, bell, rows. Arguments: owner; lease, max_hold and
 hold_at_least; holder; note; whether the owner is explicit; an id for a new grant; the
-permit to begin with; the ticket, or nothing. The answer about a grant that the owner
-has already also tells whether this counts as another hold, and the grant's id.
+permit to begin with; the ticket, or nothing. If the owner has a grant already, the
+answer also tells whether this counts as another hold, and the grant's id.
 """
 
 ACQUIRE_ALL = script("""
@@ -139,7 +139,7 @@ return answers
 """Give back holds.
 
 Keys: queue, alive, rung and row of each. Arguments: how many holds are left, or nothing
-to count down; whether they don't cool; an id of this act; owner and mark of each.
+to count down; whether keys don't cool; an id of this act; owner and mark of each.
 """
 
 RENEW = script("""
@@ -165,10 +165,11 @@ for i, row in ipairs(KEYS) do
 end
 return answers
 """)
-"""Extend grants; 2 of those whose holder is asked to finish, 1 of others.
+"""Extend grants. For each, answer 1, or 2 if its holder is asked to finish; or what the
+row says if the grant is over.
 
-Keys: rows. Arguments: how many holds there are then, ``up`` for one more, or nothing;
-owner, mark and lease of each.
+Keys: rows. Arguments: the new number of holds, ``up`` for one more, or nothing; owner,
+mark and lease of each.
 """
 
 FORFEIT = script("""
@@ -178,7 +179,7 @@ if is_grant(f, ARGV[1], ARGV[2]) and not is_repeated(queue, ARGV[4]) then
   redis.call('HSET', row, 'count', math.max(1, number(f[4]) - ARGV[3]))
 end
 """)
-"""Count holds of a grant no more.
+"""Subtract holds from the count of a grant.
 
 Keys: queue, row. Arguments: owner, mark, how many, an id of this act.
 """
@@ -223,10 +224,11 @@ if free > 0 and kept >= free then
 end
 return {0, turn - now + later_by(place)}
 """)
-"""Queue for a key, or go on queueing: whether it is free for this one, and else in what
-time it will be, if nobody tells.
+"""Queue for a key, or go on queueing. Answer whether the key is free for this waiter,
+and if not, in what time to look if the bell doesn't ring.
 
-Keys: queue, alive, rung, rows. Arguments: ticket; for how long it is thought to wait.
+Keys: queue, alive, rung, rows. Arguments: ticket; how long its waiter is thought to
+wait.
 """
 
 LEAVE = script("""
@@ -238,7 +240,7 @@ if redis.call('ZREM', rung, ARGV[1]) == 1 then ring(queue, alive, rung) end
 tell(queue, ARGV[1], 'gone')
 redis.call('PEXPIRE', bell, 1000)
 """)
-"""Queue no longer. Keys: queue, alive, rung, bell. Argument: ticket."""
+"""Leave the queue. Keys: queue, alive, rung, bell. Argument: ticket."""
 
 WAITERS = script("""
 local found = {}
@@ -299,7 +301,7 @@ redis.call('PEXPIRE', act, 30000)
 ring(queue, alive, rung)
 return {f[1], f[5], version}
 """)
-"""Free a key over its holder's head.
+"""Free a key without its holder's consent.
 
 Keys: queue, alive, rung, row. Arguments: the version, or nothing for any; how long it
 must have been held; an id of this act.

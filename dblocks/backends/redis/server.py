@@ -44,10 +44,10 @@ LONG = 1.0
 """The shortest wait, in seconds, that the server is trusted to end on time."""
 
 SHORT = 0.05
-"""Seconds before a bell is looked for again whose node isn't known."""
+"""Seconds before a waiter looks again for its bell, if the bell's node isn't known."""
 
 LATE = 0.25
-"""Seconds by which the server may be late."""
+"""Seconds by which the server may end a wait too late."""
 
 SLACK = 1.0
 """Seconds for which a waiter counts as alive after it should have asked again."""
@@ -154,7 +154,7 @@ class Server:
     def release_all(
         self, grants: Sequence[Grant], *, count: int | None, undo: bool = False
     ) -> set[Grant]:
-        """Release one hold of each, or all but ``count``; return the current ones."""
+        """Release one hold of each, or all but ``count``; return the current grants."""
         answers = self.client.run_all(
             scripts.RELEASE,
             ["" if count is None else count, int(undo), _act()],
@@ -204,11 +204,11 @@ class Server:
     def queue(
         self, request: Request, ticket: str, seconds: float
     ) -> tuple[bool, float]:
-        """Queue for a key for so long.
+        """Queue for a key for that many seconds.
 
         Returns:
-            Whether it is free for this waiter, and if not, after how many seconds to
-            look if the bell doesn't ring.
+            Whether the key is free for this waiter, and if not, after how many seconds
+            to look if the bell doesn't ring.
         """
         keys = row_keys(request.key, request.permits)
         is_free, turn = self.client.run(
@@ -220,9 +220,9 @@ class Server:
         return bool(is_free), turn / MICRO
 
     def listen(self, key: str, ticket: str, seconds: float) -> str:
-        """Wait for a word from the queue; return an empty one if there is none."""
-        # The server looks at its clock ten times a second. It ends long waits, a bit
-        # early; the client ends the others, which costs the connection.
+        """Wait for a word at the bell; return an empty string if none comes."""
+        # The server looks at its clock ten times a second, so it is asked to end long
+        # waits a bit early. The client ends short ones, which costs the connection.
         ends = seconds - LATE if seconds > LONG else seconds + LONG
         bell = self._bell(key, ticket)
         try:
@@ -240,7 +240,8 @@ class Server:
 
     def leave(self, key: str, ticket: str) -> None:
         """Leave the queue."""
-        # The caller's time may be over; the queue forgets who doesn't ask again.
+        # Without patience, because the caller's time may be over, and the queue forgets
+        # a waiter that doesn't ask again.
         names = [*self._queue(key), self._bell(key, ticket)]
         self.client.run(scripts.LEAVE, names, [ticket], is_patient=False)
 

@@ -28,7 +28,7 @@ class Servers(BaseBackend):
     errors = (RedisError,)
     #: Seconds for which passing faults of a server are sat out, at least.
     patience = PATIENCE
-    #: Options of its clients where the settings have none.
+    #: Default options of its clients.
     client_options: Mapping[str, object] = {}
     #: How a server is asked.
     client_class: type[Client] = Client
@@ -55,21 +55,21 @@ class Servers(BaseBackend):
         return bool(self.release_all([grant], count=count, deadline=deadline))
 
     def _subtract_lost(self, request: Request, grant: Grant) -> None:
-        """Subtract the holds that an owner who has the key already has lost here."""
+        """Subtract the holds of an explicit owner's grant that this process lost."""
         lost = request.forfeits(grant)
         if not lost:
             return
         try:
             self._forfeit(grant, lost)
         except BaseException:
-            # The present one is not received by anybody. The others may be subtracted
-            # already; if they aren't, they lapse.
+            # Nobody receives the hold just counted, so the next try subtracts it. The
+            # lost ones may be subtracted already; if they aren't, they lapse.
             request.returns(grant, 1)
             raise
 
     @abstractmethod
     def _forfeit(self, grant: Grant, holds: int) -> None:
-        """Subtract so many holds, once."""
+        """Subtract that many holds, once even if the command is sent again."""
 
     # Checks
 
