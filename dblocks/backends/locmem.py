@@ -94,7 +94,7 @@ class LocMemBackend(BaseBackend):
                 return first_free({key: _reading(row, now)}, [key])
             grant = Grant(key, request.owner, row.version + (not again))
             if again:
-                # A signal handler in a call may change the row, or end the grant.
+                # In this call, a signal handler may change the row, or end the grant.
                 lost = request.forfeits(grant)
                 row = self._table.row(key)
                 if (row.owner, row.version) != (grant.owner, grant.version):

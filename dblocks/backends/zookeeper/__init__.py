@@ -19,7 +19,7 @@ __all__ = ["ZooKeeperBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    # The modules of this package import it, and must not be imported by it.
+    # On first use only: the modules of this package import the package itself.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(".backend", __name__), name)

@@ -24,7 +24,7 @@ def moment(milliseconds: int) -> datetime:
 
 def granted_at(content: nodes.Content, stat: Any) -> int:
     """Return when a node's key was granted, in milliseconds of the server's clock."""
-    # If it waited first, this is when its node was written again.
+    # A waiter's node is written again when the key is granted.
     return content.since or int(stat.mtime)
 
 
@@ -36,7 +36,7 @@ def reading(content: nodes.Content, stat: Any, lease: float) -> Reading:
         note=content.note,
         version=stat.czxid,
         acquired_at=moment(granted_at(content, stat)),
-        # A waiter may be about to take it, or may have given up.
+        # A waiter may be about to take the key, or may have given up.
         remaining=0.0 if content.waits else lease,
     )
 
@@ -50,14 +50,14 @@ class Asking:
         self._lease = lease
         self._mark = nodes.new_mark(request.permits)
         self._touched: list[str] = []
-        #: The session at the latest request. Afterwards there may be another.
+        #: The session of the latest request; by now, there may be another.
         self._session_id = 0
         self._place = None
         if request.queued and isinstance(request.gate, Place):
             self._place = request.gate
 
     def doom(self, session: Session | None) -> None:
-        """Have the nodes deleted that it made in vain."""
+        """Have the nodes deleted that this request has made in vain."""
         if session is not None:
             for folder in self._touched:
                 session.doom(folder, self._mark)
@@ -68,7 +68,7 @@ class Asking:
         place = self._place
         if place is None:
             return self._one(session, give_up)
-        # If this fails, its turn hasn't come.
+        # Unless this succeeds, the waiter's turn hasn't come.
         place.held = False
         if not place.attend():
             return self.seen(session, give_up)
@@ -165,9 +165,9 @@ class Asking:
     ) -> Granted | Reading:
         """Make a waiter's place the grant, if it is the first."""
         sent = clock.monotonic()
-        # The first stays the first for as long as it exists. Writing it again tells
+        # The first place stays first for as long as it exists. Writing it again tells
         # since when it has the key, and proves that the session is alive; but the node
-        # may be that of an earlier one, with which it will go.
+        # may be an earlier session's, and will go with that.
         content = nodes.Content.of(place.request).written()
         stat = session.write(place.path, content, give_up)
         self._session_id = session.id
@@ -189,7 +189,7 @@ class Asking:
         return self.seen(session, give_up)
 
     def _again(self, session: Session, give_up: float) -> Granted | None:
-        """Count an explicit owner once more that has the key in this process."""
+        """Count one more hold of an explicit owner that has the key in this process."""
         request = self._request
         for row in self._rows:
             held = session.grants.get((row, request.owner))
@@ -201,7 +201,7 @@ class Asking:
                 if stat is None or not session.extend(held, sent + request.lease):
                     session.drop(held)
                     continue
-                # A signal handler in a call may change the count.
+                # Called first, because a signal handler may change the count meanwhile.
                 lost = request.forfeits(held.grant)
                 left = held.count - lost
                 held.count = left + 1 if left > 0 else 1

@@ -39,7 +39,7 @@ AT_ONCE = 1000
 """Folders that are read together when all are listed."""
 
 FOR_OPERATORS = 10.0
-"""Seconds for which those who list or force locks wait for the server."""
+"""Seconds for which operators' verbs, such as listing, wait for the server."""
 
 
 class ZooKeeperBackend(BaseBackend):
@@ -136,7 +136,7 @@ class ZooKeeperBackend(BaseBackend):
         try:
             if not request.explicit:
                 return patiently(self._address, patience, ask)
-            # Its threads would refuse each other, or get two permits.
+            # An explicit owner's threads would refuse each other, or get two permits.
             with patiently(self._address, patience, Session.alone):
                 return patiently(self._address, patience, ask)
         finally:
@@ -166,7 +166,7 @@ class ZooKeeperBackend(BaseBackend):
         except PASSING:
             silent = opened(self._address)
             if silent is not None and silent.client.connected:
-                # kazoo would wait for two thirds of the lease before it tries another.
+                # kazoo itself would try another server after two thirds of the lease.
                 silent.handler.hang_up()
             raise
 
@@ -234,7 +234,7 @@ class ZooKeeperBackend(BaseBackend):
             raise
         for held in last:
             if held.grant not in current:
-                # For reason(), until its time is over.
+                # Kept until the lease is over, because reason() looks it up.
                 holder.grants.setdefault((held.grant.key, held.grant.owner), held)
         return current
 
@@ -246,11 +246,11 @@ class ZooKeeperBackend(BaseBackend):
             for _, _, _, stat in _holders(session, [grant.key], give_up):
                 if stat.czxid != grant.version:
                     return "taken"
-                # Nobody renews what is left of a session that was given up.
+                # Nobody renews the node of an earlier session.
                 return "expired" if stat.ephemeralOwner == session.id else "backend"
             held = self._held(session, grant)
             lives = held is not None and held.session_id == session.id
-            # Nothing else deletes a node whose session is alive.
+            # Only a force release deletes a node whose session is alive.
             return "forced" if lives else "expired"
 
         return patiently(self._address, 0.0, ask)
@@ -273,7 +273,7 @@ class ZooKeeperBackend(BaseBackend):
     def entries(self, key: str | None = None) -> Iterable[Entry]:
         def ask(session: Session, give_up: float) -> list[str]:
             sent = session.client.get_children_async(self._address.root)
-            # Without it, somebody has deleted the path above the keys, and all locks.
+            # None if somebody has deleted the path above the keys, and all locks.
             names = session.wait_for_node(sent, give_up)
             return [nodes.unescaped(name) for name in names or ()]
 
@@ -300,7 +300,7 @@ class ZooKeeperBackend(BaseBackend):
                 hold_count=1 if mine is None else mine.count,
                 version=stat.czxid,
                 acquired_at=moment(granted_at(content, stat)),
-                # A waiter that is just being let in has waited, and held nothing.
+                # The first waiter, which is just being let in, holds nothing yet.
                 expires_at=now + lease if now and not content.waits else None,
                 remaining=self.lease,
                 release_requested_at=moment(stat.mtime) if content.since else None,
@@ -331,7 +331,7 @@ class ZooKeeperBackend(BaseBackend):
                 _, path, content, stat = found[0]
                 if content.waits:
                     return None
-                # After a lost reply the next one may have the key, whom nobody asks.
+                # A repeated request is for this grant alone, not for the next holder's.
                 version = stat.czxid
                 asked = content._replace(since=granted_at(content, stat)).written()
                 if content.since or session.write(path, asked, give_up, stat.version):
@@ -350,7 +350,8 @@ class ZooKeeperBackend(BaseBackend):
             nonlocal unanswered
             if not aim:
                 aim.extend(_overdue(session, row_key, version, age, give_up))
-            # After a lost reply the next one may have the key; that grant is another.
+            # After a lost reply somebody else may have the key: look no more, or that
+            # grant would be ended.
             for path, grant in aim:
                 may_be_done, unanswered = unanswered, True
                 if session.remove([path], give_up)[0] or may_be_done:
@@ -382,13 +383,13 @@ def _holders(
 def _holders_and_time(
     rows: Sequence[str], session: Session, give_up: float
 ) -> tuple[list[tuple[str, str, nodes.Content, Any]], datetime | None]:
-    """Return the holders of some keys, and the server's clock if that can be had.
+    """Return the holders of some keys, and the server's time.
 
-    Not if there are none, or if this client may only read.
+    The time is ``None`` if there are no holders, or if this client may only read.
     """
     found = _holders(session, rows, give_up)
     times = (session.now(path, give_up) for _, path, _, _ in found)
-    # Only a write tells it, into the folder of one that is still there.
+    # Only a write tells the time: into the folder of a holder that is still there.
     now = None
     with suppress(NoAuthError):
         now = next(filter(None, times), None)
@@ -409,7 +410,7 @@ def _overdue(
         if age:
             since = granted_at(content, stat)
             now = session.now(path, give_up) or 0
-            # A waiter that is just being let in has waited, and held nothing.
+            # The first waiter, which is just being let in, has waited but held nothing.
             if content.waits or now - since < age * 1000:
                 continue
         yield path, (content.owner, content.holder, stat.czxid)

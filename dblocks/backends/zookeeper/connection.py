@@ -48,22 +48,23 @@ WAKE_AFTER = 0.05
 """Seconds without an answer after which kazoo's thread is woken to look again."""
 
 LEAST = 0.25
-"""Seconds that an answer may take, or a turn, however late it is asked for.
+"""Seconds to wait for an answer, or for a turn, even if the caller's time is over.
 
-After a standstill of this process nothing would be heard of a server that is there.
+Otherwise no answer would count after a standstill of this process.
 """
 
 SILENT = 2 / 3
 """The part of a lease after which a session that said nothing may soon be over.
 
-The leader may have heard last from it some tick before, and hear next after as long.
+The leader hears from a session late: it may count from an earlier moment than dblocks,
+and not yet know what the session says now.
 """
 
 MOST = 900_000
-"""Bytes of a transaction for several keys.
+"""The most bytes of a transaction for several keys.
 
-A server breaks the connection of whoever sends more than its ``jute.maxbuffer``, one
-byte less than a megabyte by default.
+A server breaks the connection of a client that sends more than its ``jute.maxbuffer``,
+one byte less than a megabyte by default.
 """
 
 
@@ -134,7 +135,7 @@ class Connection:
 
     def _heed_negotiation(self) -> None:
         """Note the timeout that the server gives each new or resumed session."""
-        # kazoo doesn't publish it, and gives each server as long to answer.
+        # kazoo doesn't publish the timeout, and would wait for a server for as long.
         connection = self.client._connection
         invoke = connection._invoke
 
@@ -153,7 +154,7 @@ class Connection:
 
         Raises:
             KazooException: No server answers, or it refuses the credentials.
-            ImproperlyConfigured: It has no sessions of this timeout.
+            ImproperlyConfigured: The server gives no sessions of this timeout.
         """
         client = self.client
         try:
@@ -199,11 +200,11 @@ class Connection:
         )
 
     def was_silent(self) -> bool:
-        """Tell whether the servers have heard nothing for so long that it may be over.
+        """Tell whether the session has been silent for so long that it may be over.
 
-        Then this breaks the connection. A server of an ensemble may answer, and the
-        leader, which hears of that later, may end the session meanwhile. But a session
-        that is resumed is the leader's affair.
+        If so, break the connection. A server of an ensemble might answer on it while
+        the leader, which hears of that later, ends the session. To resume the session
+        on a new connection, the leader is asked.
         """
         silent = clock.monotonic() - self._heard_at > SILENT * self.address.lease
         if silent and self.client.connected:
@@ -217,7 +218,7 @@ class Connection:
 
     def close(self) -> None:
         """End the session and all that it holds."""
-        # One that was never used ends by itself; its server may be silent by now.
+        # A session that was never used ends by itself; don't wait for a silent server.
         self.handler.breaks_off = not (self._is_opened and self.client.connected)
         with suppress(*ERRORS):
             self.client.stop()
@@ -236,10 +237,10 @@ class Connection:
         return f"{self.address.root}/{nodes.escaped(key)}"
 
     def wait(self, result: Any, give_up: float) -> Any:
-        """Return the answer to a request, which may take a moment in any case.
+        """Return the answer to a request, for which this waits a moment in any case.
 
         Raises:
-            KazooException: There was none in this time, or it is an error.
+            KazooException: There was no answer in time, or it is an error.
         """
         seconds = max(LEAST, give_up - clock.monotonic())
         try:
@@ -247,7 +248,7 @@ class Connection:
                 self._wake()
             return result.get(timeout=seconds - WAKE_AFTER)
         except (KazooTimeoutError, ConnectionLoss):
-            # kazoo's own have no words.
+            # kazoo's own errors have no text.
             raise self.silence() from None
         except NoAuthError:
             raise self._no_access(NoAuthError) from None
@@ -262,8 +263,9 @@ class Connection:
     def _wake(self) -> None:
         """Have kazoo's thread look for requests that it doesn't know of.
 
-        It sends one request for each byte in a pipe. A caller that was interrupted in
-        between has queued a request and written no byte, and the next one would wait.
+        It sends one request for each byte in a pipe. A caller that was interrupted may
+        have queued a request but written no byte: the next caller's byte sends that
+        request, and the next caller's own would wait.
         """
         with suppress(AttributeError, OSError):
             if self.client._queue:
@@ -324,8 +326,8 @@ class Connection:
             mark: By which the places can be found.
 
         Returns:
-            ``None`` if a folder has come or gone: look again. Or the request is too
-            long: ask for fewer.
+            ``None`` if a folder has come or gone, so look again; or if the request is
+            too long, so ask for fewer.
         """
         transaction = self.client.transaction()
         for folder, is_missing in folders.items():
@@ -367,8 +369,8 @@ class Connection:
         """Delete places; tell which of them existed."""
         sent = [self.client.delete_async(path) for path in paths]
         found = [bool(self.wait_for_node(each, give_up)) for each in sent]
-        # Only now, so that whoever watches the place hears of it first. It fails if
-        # somebody else has a place.
+        # The folder goes last, so that whoever watches the place hears of that first.
+        # This fails if somebody else has a place.
         for path in paths:
             self.client.delete_async(path.rpartition("/")[0])
         return found
@@ -376,10 +378,10 @@ class Connection:
     def write(
         self, path: str, content: bytes, give_up: float, version: int = -1
     ) -> Any:
-        """Write into a node, in any or only in this version of it.
+        """Write into a node, by default whatever its version is.
 
         Returns:
-            Its stat; ``None`` if it is gone, or has been written since.
+            The node's stat; ``None`` if it is gone, or has another version.
         """
         try:
             sent = self.client.set_async(path, content, version)
@@ -397,7 +399,7 @@ class Connection:
 
 
 def _size(transaction: Any) -> int:
-    """Return the bytes that a transaction has as a request."""
+    """Return the size of a transaction as a request, in bytes."""
     return len(Transaction(transaction.operations).serialize())
 
 

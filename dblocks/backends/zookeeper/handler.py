@@ -24,9 +24,9 @@ CONNECT_WITHIN = 3.0
 
 
 class Answer:
-    """The answer to a request, as kazoo's interface has it.
+    """The answer to a request, with the interface of kazoo's own.
 
-    Callbacks inside kazoo are called in the thread that brings it.
+    kazoo's callbacks are called in the thread that brings the answer.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Answer:
         if not self._is_here and self._bell.wait(
             threading.TIMEOUT_MAX if timeout is None else timeout
         ):
-            # For others that wait.
+            # For the next thread that waits.
             self._bell.ring()
         return self._is_here
 
@@ -77,8 +77,8 @@ class Answer:
         if not (self.wait(timeout) if block else self._is_here):
             raise KazooTimeoutError
         if self.exception is not None:
-            # Not itself: with its traceback it would keep all callers' frames, and
-            # their leases, alive until the garbage collector comes.
+            # A copy: with its traceback, the answer's own exception would keep all
+            # callers' frames, and their leases, until the garbage collector comes.
             raise copy(self.exception)
         return self.value
 
@@ -86,14 +86,14 @@ class Answer:
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """One thread, and sockets that a forked child can let go of.
 
-    Callbacks and completions, for which kazoo has other threads, don't block here.
+    Callbacks and completions run in it, and not in more threads: they don't block.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sockets: set[socket.socket] = set()
         self._latest: socket.socket | None = None
-        #: There is no session whose end the server must be told.
+        #: Whether to stop without telling the server that the session ends.
         self.breaks_off = False
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     def stop(self) -> None:
         self._running = False
         if self.breaks_off:
-            # Its thread may be waiting for a silent server.
+            # kazoo's thread may be waiting for a silent server.
             self.hang_up()
 
     def dispatch_callback(self, callback: Any) -> None:
@@ -166,5 +166,5 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         """Close this process's ends without telling the server."""
         for each in self._sockets:
             with suppress(OSError):
-                # Not through TLS, which would say something.
+                # Not through TLS, which would send the server a message.
                 socket.close(each.detach())

@@ -3,7 +3,8 @@
 A key has a folder for as long as somebody has the key or waits for it. Each of them has
 a *place* in it: an ephemeral sequential node. The lowest place holds the key, the
 others wait. A permit is a key with a folder of its own; whoever waits for any permit of
-a lock has a place in another folder, the lock's queue. Its name tells for how many.
+a lock has a place in another folder, the lock's queue. A place's name tells for how
+many permits it is.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def is_queue(key: str) -> bool:
 
 
 def new_mark(permits: int) -> str:
-    """Return the mark of who asks: a random one, and for how many permits.
+    """Return a mark for a request: random, with the number of permits at its end.
 
     Callers may disagree about that number, and all wait in one queue.
     """
@@ -63,12 +64,12 @@ def permits_of(place: str) -> int:
 
 
 def claimed(places: Iterable[str]) -> int:
-    """Return how many permits, counted from the first, some places wait for."""
+    """Return how many permits, counted from the first, these places wait for."""
     return max(map(permits_of, places), default=0)
 
 
 def before(place: str, places: Sequence[str]) -> Sequence[str]:
-    """Return the places before one; all of them if it isn't there."""
+    """Return the places before ``place``; all of them if it isn't there."""
     return places[: places.index(place)] if place in places else places
 
 
@@ -94,12 +95,12 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 class Content(NamedTuple):
-    """Who has a place, for people; the owner is known if the place holds or will hold.
+    """Who has a place: the owner, and its description and note for people.
 
     Attributes:
-        waits: It waits for a key that is not its own yet.
-        since: When it was granted, in milliseconds of the server's clock, if it was
-            written again because the holder is asked to finish.
+        waits: The place waits for a key that is not its own yet.
+        since: When the key was granted, in milliseconds of the server's clock, if the
+            node was written again because the holder is asked to finish.
     """
 
     owner: str = ""
@@ -110,7 +111,7 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, *, waits: bool = False) -> Content:
-        """Return the content of the place of who asks for a key."""
+        """Return the content of the place for a request."""
         return cls(request.owner, request.holder, request.note, waits)
 
     def written(self) -> bytes:

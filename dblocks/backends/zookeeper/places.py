@@ -16,11 +16,11 @@ from .sessions import PATIENCE, Session
 
 
 class Place(Gate):
-    """One waiter's place. Without permits, this node itself becomes the grant.
+    """One waiter's place. Without permits, its node itself becomes the grant.
 
     Attributes:
-        request: What is waited for.
-        session, folder, name: Its node, once there is one.
+        request: What the waiter asks for.
+        session, folder, name: The place's node, once there is one.
     """
 
     is_bell = True
@@ -34,7 +34,7 @@ class Place(Gate):
         self._bell = Bell()
         #: Taken by whichever comes first: the grant that keeps the node, or leaving.
         self._claims = [None]
-        #: Local clock since when its waiter has been busy with something else.
+        #: Local clock since when the waiter has been away; infinite while it attends.
         self._rests_since = math.inf
 
     def patience(self, remaining: float) -> float:
@@ -47,16 +47,16 @@ class Place(Gate):
             self.attend()
             self.held = self._wait(until)
         except PASSING:
-            # Next, the waiter asks for the key, with all its patience.
+            # The attempt that follows sits the fault out, with the waiter's patience.
             self.held = False
         finally:
             self.rest()
             if self._is_left:
-                # If it was left meanwhile, there may have been nothing to delete yet.
+                # When leave() was called, there may have been no node to delete yet.
                 self._doom()
 
     def attend(self) -> bool:
-        """Stand at it again; ``False`` if it was given up meanwhile."""
+        """Note that the waiter is back; ``False`` if its place is given up already."""
         session = self.session
         if session is None:
             self._rests_since = math.inf
@@ -66,11 +66,11 @@ class Place(Gate):
             return self._session_id is not None
 
     def rest(self) -> None:
-        """Leave it alone for a while."""
+        """Note that the waiter is away for a while."""
         self._rests_since = clock.monotonic()
 
     def expire(self, until: float) -> None:
-        """Give it up if its waiter has been away since then.
+        """Give the place up if its waiter has been away since ``until``.
 
         A stopped event loop must not keep others from a free key for ever.
         """
@@ -105,7 +105,7 @@ class Place(Gate):
         return False
 
     def _current_session(self) -> Session:
-        """Return the session, and give up a node that an earlier one has made."""
+        """Return the present session, and give up a node of an earlier one."""
         session, request = self._sessions(), self.request
         self.session, number = session, session.id
         self.folder = session.folder(nodes.queue_key(request.key, request.permits))
@@ -122,16 +122,16 @@ class Place(Gate):
     ) -> bool | None:
         """Wait until the place before this one is gone, or a permit is free.
 
-        Others may have asked for fewer permits: of those, this one waits for the rest.
+        If the waiters before this one ask for fewer permits, this one watches the rest.
 
         Returns:
-            Whether that has happened, or only the connection is gone; ``None`` if the
-            time is up.
+            ``True`` if that has happened, ``False`` if the connection is gone instead;
+            ``None`` if the time is up.
         """
         permits, claimed = self.request.permits, nodes.claimed(before)
         rows = row_keys(self.request.key, permits)[claimed:]
         folders = [session.folder(row) for row in rows]
-        # Until it is gone, no more permits are left to this one.
+        # Until the last of these is gone, no more permits are left to this waiter.
         blocking = [x for x in before if nodes.permits_of(x) >= min(claimed, permits)]
         paths = folders + [f"{self.folder}/{x}" for x in blocking[-1:]]
         bell = Bell()
@@ -148,7 +148,7 @@ class Place(Gate):
             session.unwatch(paths, bell)
 
     def _places_before(self, session: Session, give_up: float) -> list[str]:
-        """Return the places before this one, which is taken first."""
+        """Take a place, unless there is one; return the places before it."""
         places = session.children([self.folder], give_up)[0]
         while not (mine := [x for x in places or () if nodes.is_of(x, self._mark)]):
             content = nodes.Content.of(self.request, waits=True).written()
@@ -169,7 +169,7 @@ class Place(Gate):
         return f"{self.folder}/{self.name}"
 
     def keep(self) -> bool:
-        """Leave the node to the grant; ``False`` if this was left already."""
+        """Leave the node to the grant; ``False`` if the waiter has left already."""
         try:
             self._claims.pop()
         except IndexError:

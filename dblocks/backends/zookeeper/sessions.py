@@ -42,8 +42,8 @@ PULSES = 20
 """How often per lease the server hears from a session.
 
 A server of an ensemble reports twice a tick to the leader which sessions it has heard
-from. If it dies before such a report, the leader counts from the one before. That must
-not be long ago, even if a session that was idle for long has just got a key.
+from. If it dies before a report, the leader counts from what the report before said,
+which must not be long ago even if an idle session has just got a key.
 """
 
 
@@ -52,12 +52,14 @@ class Held:
     """A grant of this process.
 
     Attributes:
-        folder, place: Its node.
+        folder, place: The grant's node.
         session_id: The session to which the node belongs.
         count: How many holds the owner has.
-        written: How often the owner has written the node; a request writes it too.
-        expires_at: Local clock at which the node is deleted if nothing renews it.
-        max_until: Local clock beyond which no renewal moves that.
+        written: How often the owner has written the node; a request to finish writes it
+            once more.
+        expires_at: Local clock at which the node is deleted if nothing renews the
+            grant.
+        max_until: Local clock beyond which no renewal moves ``expires_at``.
     """
 
     grant: Grant
@@ -80,9 +82,10 @@ class Held:
 
 @dataclass(eq=False)
 class Leftover:
-    """What was made under a mark in a folder, to be deleted.
+    """Nodes to be deleted: those made in a folder under a mark.
 
-    Each is one of its own: while one is being swept, more may be made under its mark.
+    Compared by identity, because while one leftover is swept, more nodes may be made
+    under its mark: these are a leftover of their own.
     """
 
     folder: str
@@ -118,12 +121,12 @@ class Session(Connection):
     def watch(
         self, paths: Sequence[str], bell: Bell, give_up: float
     ) -> list[list[str] | None]:
-        """Ring when a node goes or its children change; return the children."""
+        """Ring the bell when a node goes or its children change; return these."""
         self._bells |= {(path, bell) for path in paths}
         return self.children(paths, give_up, watch=self._rung)
 
     def unwatch(self, paths: Sequence[str], bell: Bell) -> None:
-        """Stop ringing."""
+        """Stop ringing the bell for these nodes."""
         self._bells -= {(path, bell) for path in paths}
 
     def _rung(self, event: Any) -> None:
@@ -133,7 +136,7 @@ class Session(Connection):
                 bell.ring(event.path)
 
     def remember(self, place: Place) -> None:
-        """Have a place expire once nobody stands at it any more."""
+        """Have a place given up once its waiter has been away for a lease."""
         self._resting.add(weakref.ref(place, self._resting.discard))
 
     # What to delete
@@ -144,8 +147,8 @@ class Session(Connection):
         """Delete the nodes of grants; tell which of them existed.
 
         Args:
-            unanswered: Sessions in which this was asked for before, and may have been
-                done.
+            unanswered: Sessions in which the nodes were to be deleted before, and may
+                have been.
         """
         asked_before = frozenset(unanswered)
         unanswered |= {held.session_id for held in last}
@@ -157,13 +160,13 @@ class Session(Connection):
 
     @contextmanager
     def alone(self, give_up: float) -> Iterator[None]:
-        """Keep out others that ask for a key in the name of an explicit owner.
+        """Keep out other threads that ask for a key for an explicit owner.
 
         Raises:
-            ConnectionLoss: One of them was waiting for the server all that time.
+            ConnectionLoss: Another thread was waiting for the server all that time.
         """
         left = min(max(0.0, give_up - clock.monotonic()), threading.TIMEOUT_MAX)
-        # Twice: the first may end together with a standstill of all of them.
+        # Twice: a standstill of the whole process may have used up the first wait.
         take = self._explicit.acquire
         if not (take(timeout=left) or take(timeout=LEAST)):
             raise self.silence()
@@ -194,17 +197,17 @@ class Session(Connection):
         self._due.put(None)
 
     def doom(self, folder: str, mark: str) -> None:
-        """Have what was made under a mark deleted as soon as possible. Never blocks."""
+        """Have the nodes of a mark deleted as soon as possible. Never blocks."""
         self._leftovers.add(Leftover(folder, mark))
         self._due.put(None)
 
     def settle(self, until: float) -> None:
-        """Wait until the leftovers are deleted, at most until then by local clock."""
+        """Wait until the leftovers are deleted, or the local clock is at ``until``."""
         while self._leftovers and not self.is_over() and clock.monotonic() < until:
             time.sleep(0.005)
 
     def _keep(self) -> None:
-        """Delete leftovers for as long as the client lives."""
+        """Pulse, and delete leftovers, for as long as the client lives."""
         while not self.is_over():
             try:
                 due = self._pulse()
@@ -232,9 +235,9 @@ class Session(Connection):
         return self._heard_at + pause
 
     def _expire(self, until: float) -> None:
-        """Give up places whose waiters have been away since then.
+        """Give up places whose waiters have been away since ``until``.
 
-        While there is no server they can't stand at them.
+        Not if the connection is newer: without a server, waiters couldn't come back.
         """
         if not self.client.connected or self._connected_at > until:
             return
@@ -259,7 +262,7 @@ class Session(Connection):
             left.discard(each)
 
     def _run_out(self, now: float) -> set[Leftover]:
-        """Return the places of leases that nobody has renewed in time."""
+        """Drop the grants that nobody has renewed in time; return their places."""
         found = set()
         with self.mutex:
             for held in list(self.grants.values()):
@@ -270,18 +273,18 @@ class Session(Connection):
     def sweep(self, folder: str, mark: str) -> None:
         """Delete what was made under a mark."""
         give_up = clock.monotonic() + PATIENCE
-        # A server that is behind doesn't have yet what was made through another one.
+        # A server that is behind may lack nodes that were made through another server.
         synced = self.client.sync_async(folder)
         self.wait(synced, give_up)
         places = self.children([folder], give_up)[0] or ()
         mine = [f"{folder}/{place}" for place in places if nodes.is_of(place, mark)]
         self.remove(mine, give_up)
         if not mine:
-            # It went with its session, which deletes no folders.
+            # The place went with its session, which deletes no folders.
             self.client.delete_async(folder)
 
     def forget_parent(self) -> None:
-        """Let go of it in a forked child: it is the parent's."""
+        """In a forked child, let go of the session, which is the parent's."""
         self.mutex = threading.RLock()
         self.handler.abandon()
 
@@ -297,8 +300,8 @@ class _Opening:
         """Return a new session.
 
         Args:
-            asked: Local clock. What has failed since then has failed for this caller
-                too, which waited for it; otherwise callers would wait in turn.
+            asked: Local clock when the caller came. A failure since then is also the
+                caller's, which waited for it; otherwise callers would fail in turn.
         """
         if self._failure is not None and self._failure[0] > asked:
             _, kind, args = self._failure
@@ -335,7 +338,7 @@ def session(address: Address) -> Session:
                 if found is None or found.is_over():
                     found = _sessions[address] = made
                 else:
-                    # A signal handler has opened it in between.
+                    # A signal handler has opened a session in between.
                     left = made
                 if left is not None:
                     left.close()
@@ -353,10 +356,10 @@ def close(address: Address) -> None:
 
 
 def settle(seconds: float) -> None:
-    """Wait at most this long until nothing of the waiters that gave up is left.
+    """Wait until the leftovers of all sessions are deleted, or ``seconds`` are over.
 
-    The server would keep the node of a process that ends, and all who queue behind it
-    waiting, for the length of a lease.
+    Otherwise the server would keep the nodes of a process that ends for the length of a
+    lease, and all who queue behind them would wait.
     """
     until = clock.monotonic() + seconds
     for each in list(_sessions.values()):
