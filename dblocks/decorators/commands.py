@@ -20,12 +20,12 @@ class CommandLockTimeout(LockTimeout, CommandError):
         super().__init__(error.key, timeout=error.timeout)
         self.__dict__.update(vars(error))
         self.returncode = CONFLICT
-        # It is the same one.
+        # The context would be the same error once more.
         self.__suppress_context__ = True
 
 
 def raise_again(function: Any, args: tuple[Any, ...], error: LockTimeout) -> NoReturn:
-    """Raise the error of a decorated call, for a command in the form that it knows."""
+    """Raise the error of a decorated call, for a command as a ``CommandError``."""
     if bound_to(BaseCommand, function, args) is not None:
         raise CommandLockTimeout(error)
     raise error

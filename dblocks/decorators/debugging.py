@@ -33,7 +33,7 @@ class LateWork:
 
     @classmethod
     def of(cls, request: HttpRequest | None, name: str) -> LateWork | None:
-        """Return what watches a view's call that is about to run, in debug mode."""
+        """Return a watcher for a view's call that is about to run, in debug mode."""
         if request is None or not settings.DEBUG:
             return None
         return cls(request, name)
@@ -43,7 +43,7 @@ class LateWork:
 
     def warn(self, response: object) -> None:
         """Warn about work that is still to be done."""
-        # One that is new must be saved later, or the visitor gets no cookie.
+        # A new session must be saved later, or the visitor gets no cookie.
         is_same = getattr(self._session, "session_key", None) == self._session_key
         if not self._was_modified and self._is_modified() and is_same:
             warn(
@@ -55,7 +55,7 @@ class LateWork:
             )
         if not isinstance(response, HttpResponseBase):
             return
-        # REST framework's responses are rendered late too, but from present data.
+        # REST framework's responses are rendered late too, but from data at hand.
         template = getattr(response, "template_name", None)
         unrendered = template is not None and not getattr(response, "is_rendered", True)
         if response.streaming or unrendered:

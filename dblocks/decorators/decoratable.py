@@ -71,9 +71,9 @@ def _call_method(function: Any) -> Any:
 
 def refuse_bare(decorator: str, key: object, caller: FrameType) -> None:
     """Raise ``TypeError`` for a decorator without parentheses."""
-    # To look at a frame's variables is to keep their values, before Python 3.13.
+    # Only where needed: before Python 3.13, f_locals keeps the variables' values alive.
     if not isinstance(key, str) and _is_bare(key, caller):
-        # One that is given as the key looks like one that is decorated.
+        # A class that is given as the key looks like one that is decorated.
         or_class = ", or its key is a class" if isinstance(key, type) else ""
         raise TypeError(
             f"@{decorator} is used without parentheses{or_class}: write "
@@ -84,8 +84,8 @@ def refuse_bare(decorator: str, key: object, caller: FrameType) -> None:
 def _is_bare(key: object, caller: FrameType) -> bool:
     """Tell whether ``key`` is the function under a decorator without parentheses.
 
-    A callable key looks the same but for this: the function that is being decorated
-    is being defined by the caller, where it has no name yet.
+    A callable key looks the same, with one difference: the caller's code defines the
+    function that is being decorated, and has no name for it yet.
     """
     if isinstance(key, type):
         return True

@@ -88,7 +88,8 @@ class _Calls:
         """Call the sync function; the lock is released when it returns.
 
         Raises:
-            TypeError: It returns a coroutine, which would run after that.
+            TypeError: The function returns a coroutine, which would run without the
+                lock.
         """
         response = self.function(*args, **kwargs)
         # Not isinstance(), which would evaluate a lazy object.
@@ -110,7 +111,7 @@ class _Calls:
         return made
 
     async def amake_texts(self, args: Args, kwargs: Kwargs) -> CallText:
-        """Do the same in a thread, if it turns out that they ask the database."""
+        """Return the keys and the note, made in a thread if that needs the database."""
         with suppress(SynchronousOnlyOperation):
             return self.make_texts(args, kwargs)
         made, queries = await sync_to_async(self._make_texts)(args, kwargs)
@@ -118,7 +119,7 @@ class _Calls:
         return made
 
     def _make_texts(self, args: Args, kwargs: Kwargs) -> tuple[CallText, list[str]]:
-        """Return the keys and the note, and in debug mode what they asked."""
+        """Return the keys and the note, and in debug mode the queries that ran."""
         if not settings.DEBUG:
             return self.texts.make(args, kwargs), []
         with queries_seen() as queries:
@@ -137,7 +138,7 @@ class _Calls:
         """Return a call's request, and once more if the call is a view's.
 
         Raises:
-            TypeError: A call as a view could be skipped.
+            TypeError: The call is a view's, and could be skipped.
         """
         request = views.request_of(args, self.method)
         if request is None or not views.is_view_call(self.wrapper, request, args):
@@ -189,7 +190,7 @@ class LeaseCalls(_Calls):
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         request, of_view = self.requests(args)
         under: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        # A decorator above may pass it by name, or after something else.
+        # A decorator above may pass the request by name, or after other arguments.
         request = request or views.request_among(args, kwargs)
         if request is not None:
             transactions = RequestTransactions.of(request)

@@ -42,7 +42,7 @@ class RequestTransactions:
 
     @classmethod
     def of(cls, request: HttpRequest) -> RequestTransactions:
-        """Return the request's own, made when it is first asked for."""
+        """Return a request's transactions, made when they are first asked for."""
         attributes: dict[str, Any] = vars(django_request(request))
         own: RequestTransactions = attributes.setdefault("_dblocks_transactions", cls())
         return own
@@ -51,9 +51,9 @@ class RequestTransactions:
         """Return the databases on which Django left the transaction to us.
 
         Args:
-            excluded: Databases on which the decorated function wants none. All of them,
-                if it has another decorator of ours inside: the innermost begins the
-                transactions, when all locks are taken.
+            excluded: Databases on which the decorated function wants no transaction:
+                all, if it has another decorator of dblocks below, because the innermost
+                begins the transactions, when all locks are taken.
         """
         match = request.resolver_match
         mark = getattr(match and match.func, "_non_atomic_requests", None)
@@ -104,8 +104,8 @@ class RequestTransactions:
         """Warn that the request's transaction began before the lock is taken.
 
         Args:
-            of_view: The call is to a method of the class that the URL led to: another
-                lock above may have begun the transaction.
+            of_view: The call is to a method of the class that the URL led to: warn even
+                if another lock above has begun the transaction.
         """
         if of_view or not self.opened:
             what_to_do = (

@@ -77,7 +77,7 @@ class CallTexts:
                 self._explain(error, self._signature)
                 raise
             bound.apply_defaults()
-            # A name in **kwargs counts as a field of its own too.
+            # A template may name what **kwargs has collected, too.
             values = {**bound.kwargs, **bound.arguments}
         made = [key.make(args, kwargs, values) for key in self._keys]
         keys = made[0]
@@ -125,8 +125,8 @@ def function_note(function: Any) -> str:
 def clean_note(note: object) -> str:
     """Return a generated note in a form that can be stored.
 
-    It is for people and must not make the call fail: a long note is cut, and characters
-    that no database stores are replaced.
+    A note is for people and must not make the call fail: a long one is cut, and
+    characters that no database stores are replaced.
     """
     if not isinstance(note, str):
         raise TypeError(f"note must be a str, not {note!r}")
@@ -225,7 +225,7 @@ class _Key(_Maker):
     @staticmethod
     def accept(value: object) -> Any:
         """Return the key or keys that a callable has made."""
-        # A text that is translated later can be iterated, too.
+        # A lazy translation can be iterated, too.
         is_one = isinstance(value, str | bytes | Promise)
         if is_one or not isinstance(value, Iterable):
             return validation.key(value)
@@ -233,7 +233,7 @@ class _Key(_Maker):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
-        # Not "is None": a lazy object, such as a middleware's request.tenant, is asked.
+        # Not "is None": a middleware's request.tenant may be a lazy object for None.
         if isinstance(value, NoneType):
             raise InvalidKey(
                 f"the field {{{field_name}}} of the key's template {self.text!r} of "
@@ -283,9 +283,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, below decorators that keep it."""
     inner = inspect.unwrap(function, stop=_wraps_something_else)
     if isinstance(inner, partial):
-        # Without what it claims to wrap, which takes the arguments that it supplies.
+        # The copy has no __wrapped__, which takes what the partial supplies.
         inner = partial(inner.func, *inner.args, **inner.keywords)
-    # Followed from a bound method, __wrapped__ leads to the function itself, unbound.
+    # Of a bound method, inspect follows the function, and leaves out self.
     follow = isinstance(inner, MethodType) or not hasattr(inner, "__wrapped__")
     return inspect.signature(inner, follow_wrapped=follow, **_UNRESOLVED)
 
