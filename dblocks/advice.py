@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import connections, router
 
 _FIELD = re.compile(r"(?<!\{)\{([^\W\d]\w*)[.\[!:}]")
-"""How a field of a ``str.format`` template begins that has a name."""
+"""The beginning of a named field in a ``str.format`` template."""
 
 _BETWEEN = (f"{__package__}.", "contextlib.", "django.utils.asyncio.")
 """The packages and modules between the developer's line and a warning."""

@@ -26,8 +26,8 @@ class DblocksConfig(AppConfig):
 def make_floor(*, using: str, **kwargs: object) -> None:
     """Insert the floor's row where ``flush`` has deleted it or no migration made it.
 
-    Otherwise the first new key does, in a ``TestCase`` in the test's transaction, for
-    whose end the new keys of other threads would wait.
+    Otherwise the first new key inserts it: in a ``TestCase``, inside the test's
+    transaction, for whose end the new keys of other threads would wait.
     """
     floor: Any = apps.get_model("dblocks", "TokenFloor")
     if floor._meta.db_table in connections[using].introspection.table_names():

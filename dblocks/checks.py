@@ -1,9 +1,9 @@
 """System checks: what can be wrong with a deployment, before it goes wrong.
 
-Errors concern the settings alone, or a server that can't be used at all. What else
-concerns a server is a warning. All about servers are tagged ``database``: ``manage.py
-check --database default`` asks for them, after ``migrate`` in a deployment. Each has a
-section in the documentation, where its hint leads.
+Errors concern the settings alone, or a server that can't be used at all. All other
+messages about a server are warnings. Checks of servers are tagged ``database``:
+``manage.py check --database default`` runs them, after ``migrate`` in a deployment.
+Each message has a section in the documentation, where its hint leads.
 
 E001: A backend in ``DBLOCKS`` can't be made as it is configured. The message names the
     alias and the value.
@@ -75,11 +75,11 @@ ASKED_FOR = {
     f"dblocks.{check}"
     for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 19)))
 }
-"""What is said only to those who ask for checks."""
+"""Messages for those who ask for checks, not for commands that check in passing."""
 
 
 def _worth_saying(messages: Iterable[checks.CheckMessage]) -> list[checks.CheckMessage]:
-    """Leave out what commands that check in passing should not bring up each time."""
+    """Leave out messages that commands which check in passing needn't show."""
     in_passing = sys.argv[1:2] in (["migrate"], ["test"])
     return [m for m in messages if not (in_passing and m.id in ASKED_FOR)]
 

@@ -29,7 +29,7 @@ def telemetry_keys() -> tuple[str, ...]:
     """``DBLOCKS_TELEMETRY_KEYS``: shell patterns of the keys that telemetry may name.
 
     Raises:
-        ImproperlyConfigured: It is neither ``True`` nor ``False`` nor a list of them.
+        ImproperlyConfigured: It is not ``True``, ``False`` or a list of patterns.
     """
     given = getattr(settings, "DBLOCKS_TELEMETRY_KEYS", False)
     if isinstance(given, bool):
@@ -71,8 +71,8 @@ class Backends:
     def load(self) -> None:
         """Import the engines that the settings name, as far as that is possible.
 
-        Else a signal handler or a fork could interrupt the import at their first use.
-        What is wrong is said there, and by a system check.
+        Otherwise a signal handler or a fork could interrupt the import at an engine's
+        first use. A system check reports what is wrong, and so does the first use.
         """
         with suppress(ImproperlyConfigured):
             for alias, config in self.settings.items():
@@ -122,7 +122,7 @@ class Backends:
 
     def __getitem__(self, alias: str) -> BaseBackend:
         made = self._made
-        # If several threads make it at the same time, all get the first one.
+        # If several threads make the backend at the same time, all get the first one.
         return made.get(alias) or made.setdefault(alias, self._make(alias))
 
     def _make(self, alias: str) -> BaseBackend:

@@ -104,8 +104,8 @@ def distributed_lock(
             the setting ``TIMEOUT``, 3 s.
         lease: How long the lock is held without being renewed, 0.1 s to 366 days.
             Below 1 s is for tests. Default: the setting ``LEASE``, 30 s.
-        renew: Renew in the background, each time a third of what ``remaining()`` starts
-            from has passed, for as long as something refers to the lease.
+        renew: Renew in the background, each time a third of the initial
+            ``remaining()`` has passed, for as long as something refers to the lease.
         max_hold: No renewal extends the lease beyond this long after the acquisition.
             ``None``, the default, sets no limit. Not with ``renew=False``.
         hold_at_least: After an early release, even by an exception, the key stays
@@ -128,7 +128,8 @@ def distributed_lock(
         backend: An alias in the setting ``DBLOCKS``.
 
     Returns:
-        Lock: Nothing is held until it is entered or acquired, or decorates a call.
+        Lock: Nothing is held until it is entered or acquired, or a function that it
+            decorates is called.
 
     Raises:
         InvalidKey: The key can't name a lock.

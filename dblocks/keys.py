@@ -15,10 +15,10 @@ _READS_OTHERWISE = re.compile(
     r"|'.*|-?[0-9]+|[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     re.DOTALL,
 )
-"""The strings that would read as a part of another type, or as none."""
+"""Strings that are empty, begin with ``'`` or read as a part of another type."""
 
 _DIGEST = "%sha256-"
-"""What a digest begins with; no part has it, whose every ``%`` is written ``%25``."""
+"""What a digest begins with. No part contains it, because ``%`` becomes ``%25``."""
 
 
 def make_key(*parts: str | int | UUID | date) -> str:

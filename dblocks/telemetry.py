@@ -1,4 +1,4 @@
-"""What locks do, for OpenTelemetry: how long is waited and held, what goes wrong.
+"""Tells OpenTelemetry how long locks are waited for and held, and what goes wrong.
 
 :func:`instrument` switches it on. Needs opentelemetry-api, which comes with
 ``pip install "django-dblocks[opentelemetry]"``.
@@ -44,10 +44,10 @@ SECONDS = (
 """The buckets of both histograms, from 1 ms to 1 h."""
 
 MOST_NAMED = 2000
-"""Locks that are told apart; what comes after these is reported without a name."""
+"""How many locks are told apart at most; any others are reported without a name."""
 
 BATCH = 32
-"""How much is reported at a time."""
+"""How many measurements and spans are reported at a time."""
 
 UID = "dblocks.telemetry"
 
@@ -85,7 +85,7 @@ def instrument(
     telemetry_keys()
     telemetry = _telemetry_of(meter_provider)
     telemetry.trace_with(tracer_provider)
-    # Django keeps the first receiver of a name.
+    # Of two receivers with the same dispatch_uid, Django keeps the first.
     uninstrument()
     signals.observer = telemetry
     signals.lock_force_released.connect(telemetry.force_released, dispatch_uid=UID)
@@ -93,7 +93,7 @@ def instrument(
 
 
 def _telemetry_of(provider: metrics.MeterProvider | None) -> Telemetry:
-    """Return what reports to a provider, also if that has become the global one."""
+    """Return a provider's ``Telemetry``, also if the provider has become global."""
     shared = metrics.get_meter_provider()
     names = [shared, None] if provider in (None, shared) else [provider]
     for name in names:
@@ -131,14 +131,14 @@ class _Attributes:
 
 
 class _Thread(threading.local):
-    #: It is at reporting.
+    #: Whether the thread is in the middle of a report.
     reports = False
 
 
 class Telemetry:
-    """The instruments, and what is told to them.
+    """The instruments, and what is reported to them.
 
-    Made once for each provider: the SDK ignores what observes the same again.
+    Made once for each provider: the SDK ignores a second observer of the same name.
     """
 
     def __init__(self, meter_provider: metrics.MeterProvider | None) -> None:
@@ -171,7 +171,7 @@ class Telemetry:
         self._forced = meter.create_counter(
             "dblocks.force_released", "{lock}", "Locks that an operator has freed."
         )
-        # Observed, and not added to: that costs as much as a histogram, for each grant.
+        # Observed: to add to a counter at each grant costs as much as a histogram.
         meter.create_observable_counter(
             "dblocks.acquired", [self._granted], "{lock}", "Locks that were granted."
         )
@@ -185,8 +185,8 @@ class Telemetry:
     def _has_meter(self) -> bool:
         """Tell whether there is a provider; it may be set at any time."""
         if not self._is_metered:
-            # A proxy that stands in for the real instrument has none yet. Whatever the
-            # API may call that one day: what is reported to it is dropped at most.
+            # Without a provider, a proxy stands in for the instrument, and has no real
+            # one. If the API renames that attribute, a proxy drops what it is told.
             real = getattr(self._waits, "_real_instrument", self._waits)
             self._is_metered = real is not None
         return self._is_metered
@@ -241,17 +241,17 @@ class Telemetry:
             self._report()
 
     def _note(self, report: Callable[..., None], *facts: Any) -> None:
-        """Have something reported with the next batch.
+        """Add a measurement or a span to the next batch.
 
-        Reported one by one, each would cost half as much again. The batch goes when it
-        is full, and before each collection.
+        Reported one by one, each would cost half as much again. A batch is reported
+        when it is full, and before each collection.
         """
         self._due.append((report, facts))
         if len(self._due) >= BATCH:
             self._report()
 
     def _report(self) -> None:
-        """Report what is due; what is noted in the middle of that comes after it.
+        """Report what is due; what a thread notes in the middle of a report comes next.
 
         A signal handler or the garbage collector may use locks at any point, and the
         mutexes of an SDK are not re-entrant.
@@ -307,7 +307,7 @@ class Telemetry:
         ]
 
     def _held(self, options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-        """Count what this process holds; what nobody holds any more counts 0."""
+        """Count the locks that this process holds; any that it held before count 0."""
         if signals.observer is not self:
             return []
         counts = Counter(dict.fromkeys(list(self._known.values()), 0))
@@ -317,7 +317,7 @@ class Telemetry:
         return [metrics.Observation(count, of.plain) for of, count in counts.items()]
 
     def _of_lock(self, lock: Attempt | Hold) -> _Attributes | None:
-        """Return its attributes now: the settings may change before the report."""
+        """Return a lock's attributes now: the settings may change before the report."""
         try:
             return self._of(lock.template, lock.key, lock.backend)
         except Exception:
@@ -327,8 +327,8 @@ class Telemetry:
     def _of_forced(
         self, key: str, alias: str | None, using: str | None
     ) -> dict[str, str]:
-        """Return what describes a lock that was force-released, now as well."""
-        # The manager's verb knows the database alone.
+        """Return the attributes of a lock that was force-released, also now."""
+        # The manager's verb knows the database, but not the alias.
         aliases = backends.settings if alias is None else [alias]
         for backend in (backends[name] for name in aliases):
             if alias is not None or backend.is_in_database(using or ""):
@@ -336,7 +336,7 @@ class Telemetry:
         return {}
 
     def _of(self, template: str | None, key: str, backend: BaseBackend) -> _Attributes:
-        """Return the attributes of a lock, whose key alone may not be told."""
+        """Return the attributes of a lock, whose key the settings may keep secret."""
         label = template
         if label is None and self._allows(key):
             label = key

@@ -91,9 +91,9 @@ class hold_elsewhere:
     def __exit__(self, kind: object, exc: BaseException | None, tb: object) -> None:
         lease = self._leases.pop()
         try:
-            # Not release(): a transaction of the block's is none of the holder's.
+            # Not release(), which is postponed until the block's transaction ends.
             lease._release_now(lease._each())
-        # Not by its alias: the block may have replaced the setting.
+        # Not the alias's backend: the block may have replaced the setting.
         except lease._backend.errors:
             # The block may have broken the test's transaction: its error counts.
             if exc is None:
@@ -121,7 +121,7 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
             move_clock(31)
             assert not lease.held
 
-    The effect is that of suspending this process for so long: nothing is renewed in
+    The effect is that of suspending this process for that long: nothing is renewed in
     between. Shorter leases are lost when the function returns; their callbacks run soon
     afterwards, in a thread. Longer leases are renewed right away.
 
@@ -142,7 +142,8 @@ def move_clock(seconds: float | timedelta, *, backend: str = DEFAULT_ALIAS) -> N
     by = validation.duration("seconds", seconds)
     if by > FARTHEST:
         raise ValueError(f"seconds must be at most 100 years, not {seconds!r}")
-    # The rows first: a lease renewed in between is thought shorter than it is.
+    # The rows first: then a lease that is renewed in between counts as too short here,
+    # never as too long.
     backends[backend].move_clock(by)
     clock.advance(by)
     for hold in registry.all():
@@ -168,7 +169,7 @@ def clear_locks(backend: str = DEFAULT_ALIAS) -> None:
         backend: The alias of the backend.
 
     Raises:
-        NotSupportedError: The engine can't list its locks. None of dblocks' own is so.
+        NotSupportedError: The engine can't list its locks; all of dblocks' own can.
     """
     backends[backend].clear()
 

@@ -26,7 +26,7 @@ MAX_NOTE = 255
 MIN_LEASE = 0.1
 MAX_LEASE = 366 * 86400.0
 MAX_AGE = 366_000 * 86400.0
-"""A moment so long ago is one that every database knows: the years begin at 1000."""
+"""Every database can express a moment that long ago: MySQL's years begin at 1000."""
 
 Key = str | Callable[..., str | Iterable[str]]
 """A key, or a callable that makes it from the arguments of a decorated call."""
@@ -70,7 +70,7 @@ def named(values: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def one_of(value: object) -> str:
-    """Return the name of a lock from arguments that may name several."""
+    """Return the name of a lock; refuse a list: several keys are several arguments."""
     if isinstance(value, list | tuple):
         raise InvalidKey(
             f"key must be a str, not {value!r}; write several keys as several arguments"
@@ -149,9 +149,9 @@ def _row_key(key: str, permit: int, asked: str) -> str:
 def text(name: str, value: Any, longest: int = MAX_NOTE, *, empty: bool = True) -> str:
     """Return free text; ``name`` is the argument's."""
     kind = type(value)
-    # For isinstance(), a lazy object of Django's is what it stands for.
+    # Not isinstance(), for which a lazy object of Django's is what it stands for.
     if not issubclass(kind, str):
-        # A lazy translation looks like a str.
+        # The message names the type, because a lazy translation looks like a str.
         raise TypeError(f"{name} must be a str, not {value!r} ({kind.__name__})")
     flaw = ""
     if not value and not empty:

@@ -20,7 +20,7 @@ class Workers:
     """As many threads as there are calls at a time.
 
     Args:
-        name: The threads'.
+        name: The threads' name.
         session: The context in which each of them runs.
     """
 
@@ -44,7 +44,7 @@ class Workers:
             worker = self.idle.pop()
         except IndexError:
             worker = _Worker(self)
-            # The call comes first: after an interrupt no thread is left without one.
+            # The call comes first, so that no interrupt leaves a thread without a call.
             worker.calls.put(call)
             worker.start()
         else:
@@ -73,6 +73,6 @@ class _Worker(threading.Thread):
             try:
                 self._workers.idle.remove(self)
             except ValueError:
-                # Somebody has just chosen it.
+                # start() has just taken this thread out, for a call.
                 return self.calls.get()
             return None
