@@ -1,4 +1,4 @@
-"""Asking for locks and force release: permission, confirmation page, record."""
+"""Force release and requests to finish: permission, confirmation page, record."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ReleaseForm(forms.Form):
 
 
 def field_of(lock: DistributedLock) -> str:
-    """Return the form field that says what is shown: a grant, or what is left of it.
+    """Return the form field for what is shown: a grant, or a key that cools after it.
 
-    When its holder releases it, the fencing token stays, and the key may cool.
+    The fencing token doesn't tell them apart: it stays when the holder releases.
     """
     return f"{lock.state}:{lock.version}:{escaped(lock.key)}"
 
@@ -136,8 +136,8 @@ def told(kind: str, holder: str, token: int, reason: str) -> str:
 def is_busy(key: str, patience: float) -> bool:
     """Tell whether a transaction has the row locked, and not just for a moment.
 
-    It may be committing work done under this lock. The release, and the request with
-    it, would have to wait for its end.
+    The transaction may be committing work done under this lock. The release, and with
+    it the web request, would have to wait for its end.
     """
     connection = connections[DistributedLock.objects.db]
     if not dialects.of(connection).has_row_locks:
@@ -210,7 +210,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show the confirmation page; its form posts to an address of its own."""
         if request.POST.get("select_across") == "1":
             return self._to_page(request, queryset, [])
-        # What was ticked may have left the list's filter, or its search, since then.
+        # Locks that were ticked may no longer match the list's filter or search.
         ticked = request.POST.getlist(ACTION_CHECKBOX_NAME)
         rows = self.get_queryset(request).filter(pk__in=ticked)
         return self._to_page(request, rows, ticked)
@@ -218,7 +218,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _to_page(
         self, request: HttpRequest, queryset: Any, chosen: Sequence[str]
     ) -> HttpResponse | None:
-        """Show what isn't free of some rows, and name the chosen ones that are."""
+        """Show those of the rows that aren't free; name the chosen ones that are."""
         taken = queryset.exclude(state=State.FREE).order_by("key")
         locks = sorted(taken[: MAX_AT_ONCE + 1], key=lambda lock: in_order(lock.key))
         if not locks:
@@ -247,7 +247,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return self._confirmed(request)
         keys = [key for key in request.GET.getlist("key") if "\0" not in key]
         if not keys:
-            # Logged in again, instead of a POST: nothing is known of the locks.
+            # The user had to log in again, and the POST was lost: no lock is known.
             return self._to_list(request)
         rows = self.get_queryset(request).filter(pk__in=keys)
         return self._to_page(request, rows, keys) or self._to_list(request)
@@ -272,7 +272,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if len(shown) == 1:
             url = self._url(request, "change", quote(shown[0].key))
             crumbs.append((url, Truncator(str(shown[0])).chars(60)))
-            # Who has to log in first comes back to this page.
+            # A user who has to log in first comes back to this page.
             named["key"] = shown[0].key
         context = {
             **self.admin_site.each_context(request),
@@ -296,7 +296,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _rows(
         self, locks: Sequence[DistributedLock]
     ) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return the form field of each, and its cells with their labels."""
+        """Return the form field of each lock, and its cells with their labels."""
         names = list(self.confirmed_fields)
         if all(lock.permit is None for lock in locks):
             names.remove("shown_permit")
@@ -333,15 +333,15 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             outcome = ""
             for lock in locks:
                 reason = form.cleaned_data["reason"]
-                # Each one would wait for the other writer again.
+                # Once another writer was in the way, don't wait for it at each lock.
                 if outcome != "locked":
-                    # Nor may one long transaction after the other be waited for.
+                    # Nor wait for the long transactions of several locks in turn.
                     patience = 0.0 if keys["busy"] else PATIENCE
                     outcome = self._act(request, lock, kind, reason, patience)
                 keys[outcome].append(lock.key)
             return self._to_list(request)
         finally:
-            # If the database fails, what has been done is told by the next page.
+            # Even if the database fails: the next page tells what has been done.
             self._tell(request, keys)
 
     def _tell(self, request: HttpRequest, keys: Mapping[str, Sequence[str]]) -> None:
@@ -364,7 +364,7 @@ class ForceReleaseAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> str:
         """Release this grant or ask its holder to; record it, return the outcome."""
         is_request = kind == Intervention.Kind.REQUEST
-        # No later grant, and not what is left of this one once its holder released it.
+        # No later grant, and no key that cools because its holder has released it.
         same = DistributedLock.objects.filter(owner=lock.owner)
         act = same.request_release if is_request else same.force_release
         if is_request and lock.state != State.HELD:

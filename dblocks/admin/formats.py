@@ -81,9 +81,9 @@ _BREAK = re.compile(rf"(?<=[{_SEPARATORS}])(?=[^{_SEPARATORS}])")
 
 
 def wrapped(text: str, kind: str = "text") -> SafeString:
-    """Return a text in the same way that may be wrapped after its separators.
+    """Return a text, isolated as well, that may be wrapped after its separators.
 
-    So may a key, and a note, mostly the dotted name of a function.
+    Keys may be, and notes, which are mostly dotted names of functions.
     """
     parts = ((part,) for part in _BREAK.split(visible(text)))
     breakable = format_html_join(mark_safe("<wbr>"), "{}", parts)

@@ -48,7 +48,7 @@ MAX_NOTE = 80
 
 @admin.register(DistributedLock)
 class DistributedLockAdmin(ForceReleaseAdmin):
-    """Shows locks, and lets those who may force their release."""
+    """Shows locks, and lets users with the permission force their release."""
 
     list_display = ("listed_key", "shown_state", "listed_holder", "since", "left")
     list_filter = (StateFilter,)
@@ -98,7 +98,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         return LockChangeList
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
-        """The longest held first; with free rows by key, which alone has an index."""
+        """The longest held first; with free rows by key: only that has an index."""
         state = request.GET.get(StateFilter.parameter_name, State.HELD)
         has_free = state not in {State.HELD, State.EXPIRED, State.COOLING}
         return ("key",) if has_free else ("acquired_at", "key")
@@ -114,7 +114,7 @@ class DistributedLockAdmin(ForceReleaseAdmin):
         """Return none where the list shows free locks alone."""
         if request.GET.get(StateFilter.parameter_name) == State.FREE:
             return {}
-        # Which Django has from 6.1 on.
+        # Django has this argument from 6.1 on.
         where = () if action_location is None else (action_location,)
         return super().get_actions(request, *where)
 
