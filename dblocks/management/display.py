@@ -27,7 +27,7 @@ from .sources import Source
 
 
 class Output:
-    """What people read: no text fails for want of a character.
+    """Output for people: characters that the stream's encoding lacks are escaped.
 
     A full disk doesn't interrupt what is being done: :meth:`settle` raises its error.
     """
@@ -45,7 +45,7 @@ class Output:
             self._error = self._error or error
 
     def settle(self) -> None:
-        """Write what is left; raise what has kept anything from being written."""
+        """Write what is left; raise the error if anything couldn't be written."""
         if self._error is not None:
             raise self._error
         self._stream.flush()
@@ -126,7 +126,7 @@ class Display:
             while True:
                 height = 0
                 if self._out.isatty():
-                    # For the count and the cursor's line.
+                    # Two lines are for the count and the cursor.
                     height = max(2, shutil.get_terminal_size().lines - 2)
                     self._out.write("\x1b[H\x1b[2J", ending="")  # home, then clear
                 self.draw(find(), limit, height)

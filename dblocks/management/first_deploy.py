@@ -47,11 +47,11 @@ def _on_server(using: str, migrating: threading.Event) -> bool:
 
 
 def _on_sqlite(using: str, migrating: threading.Event) -> bool:
-    """The same under the only write lock, in whose transaction the migrations run."""
+    """Do the same under the database's one write lock, in its transaction."""
     connection = connections[using]
     try:
         connection.ensure_connection()
-        # Migrations want them off, and SQLite can't do that inside a transaction.
+        # Migrations need that, and SQLite can't do it inside a transaction.
         connection.disable_constraint_checking()
         connection.transaction_mode = "IMMEDIATE"  # type: ignore[attr-defined]
         with transaction.atomic(using=using):
@@ -72,7 +72,7 @@ def _migrate(using: str, migrating: threading.Event) -> None:
         return
     migrating.set()
     try:
-        # The command's signals would run other apps' code before their tables exist.
+        # Not the command, whose signals run other apps' code: it may need their tables.
         executor = MigrationExecutor(connection)
         executor.migrate(executor.loader.graph.leaf_nodes("dblocks"))
     finally:

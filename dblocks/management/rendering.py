@@ -126,10 +126,10 @@ def tab_separated(locks: Sequence[dict[str, Any]]) -> list[str]:
 def table(locks: Sequence[dict[str, Any]], width: int) -> list[tuple[str, str | None]]:
     """Return the lines of a table for a width, each with its lock's state.
 
-    Only where there are permits do they have a column. Where it is too wide, columns
-    without a value are left out; then holder and note are cut, and the note goes. A key
-    is never cut: one that takes more than half of the width pushes the rest of its line
-    aside. The number of a holder's process isn't cut either: the host's name is.
+    Permits have a column only if there are any. If the table is too wide, columns
+    without a value are left out; then holder and note are cut; then the note is left
+    out. A key is never cut: one that takes more than half of the width pushes the rest
+    of its line aside. Of a holder, the host's name is cut, not the process's number.
     """
     columns = {
         name: [name, *column]
@@ -177,7 +177,7 @@ def _cells(lock: dict[str, Any]) -> list[str]:
 
 
 def _least(text: str) -> int:
-    """Return how narrow a column gets that has this text."""
+    """Return how narrow a column with this text may get."""
     process = _PROCESS.match(text)
     return max(_LEAST, cells_in(f"…{process['number']}…") if process else 0)
 
@@ -195,7 +195,7 @@ def _fit(text: str, size: int, *, cut: bool) -> str:
 
 
 def _cut(text: str, size: int) -> str:
-    """Return the beginning of a text that is too long, in so many cells."""
+    """Return the beginning of a text that is too long, in at most ``size`` cells."""
     kept = len(text)
     while kept and cells_in(text[:kept]) >= size:
         kept -= 1

@@ -121,9 +121,9 @@ class Plan:
 
     Attributes:
         numbered: Whether the command is told the number of its permit.
-        heeds_requests: Whether it is told that the lock is asked for.
+        heeds_requests: Whether the command is told that the lock is asked for.
         engine: What keeps the lock.
-        migrates: Whether its table, if it has one, is made first if it is missing.
+        migrates: Whether the engine's table, if it has one, is made first if need be.
     """
 
     lock: Lock[Any]

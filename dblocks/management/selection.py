@@ -21,14 +21,14 @@ _MAGIC = re.compile(r"[*?[]")
 
 @dataclass(frozen=True)
 class Selection:
-    """What is asked for; a lock must be all of it.
+    """Conditions for locks; a lock must meet all that are given.
 
     Attributes:
-        key: Exactly this key, or a permit of it.
-        state: In this state.
-        pattern: The key matches this, as file names match in a shell.
-        holder: Somebody holds it whose description has this in it, as whole words,
-            whatever the case; ``*`` and ``?`` stand for any characters and for one.
+        key: It has exactly this key, or is a permit of it.
+        state: It is in this state.
+        pattern: Its key matches this, as file names match in a shell.
+        holder: It is held, and its holder's description has this in it, as whole words
+            in any case; ``*`` and ``?`` stand for any characters and for one.
     """
 
     key: str | None = None
@@ -79,7 +79,7 @@ def place_of(database: str | None, backend: str | None) -> str:
 
 
 def advice_for(key: str, place: str) -> str:
-    """Say what to do about a key that no lock has in a place."""
+    """Say what to do about a key that none of the locks has."""
     if _MAGIC.search(key) and key.isprintable():
         # Behind a space, a dash would begin another option.
         between = "=" if key[0] == "-" else " "
@@ -101,8 +101,8 @@ ORDERS: dict[str, Callable[[AnyLock], Any]] = {
     "remaining": _by_remaining,
     "key": lambda lock: (),
 }
-"""Longest held first; the one that ends first; by key, as equal ones of the others
-are. What is free, and has neither, comes last."""
+"""The longest held first; the first to end first; by key, which also orders equals of
+the other two. Free locks, which have neither age nor end, come last."""
 
 
 def ordered(locks: Iterable[AnyLock], by: str = "key") -> list[AnyLock]:

@@ -62,11 +62,11 @@ class Table:
         return session_locks.waiters(connections[self._locks.db], keys)
 
     def force_release(self, lock: AnyLock, **how: Any) -> bool:
-        """Release what was found; tell whether it was still current.
+        """Release the grant that was found; tell whether it was still current.
 
-        A grant that its holder has released since, and that is cooling, isn't.
+        It isn't if its holder has released it since, even if the key still cools.
         """
-        # A later release leaves the version, and the row cooling.
+        # If the holder releases the key, the version stays, and the row may cool.
         same: LockQuerySet = self._locks.filter(owner=lock.owner)
         return same.force_release(
             lock.lock_key, permit=lock.permit, version=lock.version, **how
@@ -83,7 +83,7 @@ class Table:
         return self._locks.stale(age).count()
 
     def prune(self, age: float, progress: Callable[[int], object]) -> int:
-        """Delete the rows that have been free or expired for so many seconds."""
+        """Delete the rows that have been free or expired for ``age`` seconds."""
         return self._locks.prune(age, progress=progress)
 
 
@@ -126,10 +126,10 @@ class Engine:
         )
 
     def _has_owner(self, lock: AnyLock) -> bool:
-        """Look again, just before: a fencing token stays when its holder releases.
+        """Look again, just before: the holder may have released, and the token stays.
 
-        What becomes cooling in between is released all the same; without a fencing
-        token, so is another grant.
+        A key that begins to cool after this look is released all the same; on an engine
+        without fencing tokens, so is another grant.
         """
         # Not entries(), which looks through all keys of a server for those of one.
         seen = self._backend.read_all([lock.key], PATIENCE).get(lock.key)

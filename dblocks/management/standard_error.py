@@ -57,7 +57,7 @@ class StandardError:
         return len(text)
 
     def flush(self, patience: float = PATIENCE) -> bool:
-        """Wait until all is written, that long if it blocks; tell whether it is."""
+        """Wait until all is written, or blocks for ``patience``; tell whether it is."""
         return self._flushed(patience).done() and not self._has_failed
 
     def settle(self, status: int) -> None:
@@ -116,7 +116,7 @@ class StandardError:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process now; only what is left for standard output may take a while."""
+    """End the process now, after a short wait for standard output to be written."""
     try:
         wait([Worker("dblocks-standard-output").call(sys.stdout.flush)], PATIENCE)
     finally:
@@ -124,7 +124,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _made(call: Callable[[], object]) -> Future[object]:
-    """Make a call in this thread, where there is no other."""
+    """Make a call in this thread, because no other can be started."""
     future: Future[object] = Future()
     try:
         future.set_result(call())

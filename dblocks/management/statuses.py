@@ -97,7 +97,7 @@ def misconfigured(error: ImproperlyConfigured) -> CommandError:
 
 
 def out_of_reach(where: str, error: Exception) -> CommandError:
-    """Return the error for what keeps the locks and doesn't answer."""
+    """Return the error for a database or backend that doesn't answer."""
     return CommandError(
         f"{where} is out of reach: {one_line(error)}", returncode=UNAVAILABLE
     )

@@ -1,6 +1,6 @@
 """A thread for calls that may block, which can't keep the process alive.
 
-Inside a ``TestCase`` there is none: only the test's own thread is on its connection.
+Inside a ``TestCase`` there is none: only the test's own thread has its connection.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Worker(Caller):
     """Makes calls in a thread of its own, one after the other.
 
     Args:
-        name: The thread's.
-        wake: Called after each of them.
+        name: The thread's name.
+        wake: Called after each call.
 
     Raises:
         RuntimeError: No thread can be started.

@@ -123,7 +123,7 @@ exit status:
     ) -> None:
         self.verbosity = verbosity
         if getattr(self.stdout, "_out", None) is None:
-            # It was closed: nobody reads it.
+            # Standard output was closed: nobody reads it.
             self.stdout = OutputWrapper(StringIO())
         #: For people; stdout itself is for JSON.
         self.out = Output(self.stdout if verbosity else OutputWrapper(StringIO()))
@@ -135,7 +135,7 @@ exit status:
             self.out.settle()
             self.stdout.flush()
         except BrokenPipeError:
-            # Its reader has ended, as in "| head".
+            # The output's reader has ended, as in "| head".
             _write_no_more()
             sys.exit(BROKEN_PIPE)
         except KeyboardInterrupt:
@@ -274,7 +274,7 @@ exit status:
     def _release_all(
         self, selection: Selection, yes: bool, how: dict[str, Any]
     ) -> None:
-        """Release what is taken and matches, and was shown."""
+        """Release the locks that are taken and match, as they were shown."""
         age = how["older_than"]
         locks = [
             lock
@@ -330,7 +330,7 @@ exit status:
             )
 
     def _taken(self, key: str, permit: int | None) -> AnyLock:
-        """Return the lock to release: the one that was named, or that there is."""
+        """Return the lock to release: the permit named, or the only one taken."""
         taken = [lock for lock in self._find(key, permit) if lock.state != FREE]
         if not taken:
             what = named(key, permit)
@@ -363,7 +363,7 @@ exit status:
         self._ask([*lines, "Release it? [y/N] "], {"y", "yes"})
 
     def _confirm_all(self, locks: Sequence[AnyLock]) -> None:
-        """Show what would be released, and ask for how many that are."""
+        """Show what would be released, and have the number typed as the answer."""
         width = sys.maxsize
         if self.stderr.isatty():
             width = shutil.get_terminal_size().columns
@@ -379,20 +379,19 @@ exit status:
         self._ask(lines, {count})
 
     def _ask(self, lines: Sequence[str], agreed: Collection[str]) -> None:
-        """Ask on stderr, as stdout is for data alone, and end unless it is agreed."""
+        """Ask on stderr, as stdout is for data alone; end the command unless agreed."""
         self.stderr.write("\n".join(lines), style_func=str, ending="")
         if self.from_command_line:
-            # It may stand for longer than a server keeps an idle connection.
+            # The question may stand for longer than a server keeps an idle connection.
             connections.close_all()
         try:
             answer = input() if self.standard_error.flush() else ""
         except KeyboardInterrupt:
-            # What follows begins a line.
+            # Later messages begin on a new line.
             self.stderr.write("")
             raise
         except (EOFError, OSError, RuntimeError, ValueError):
-            # Also without a standard input, if it can't be read (nohup), and if it has
-            # something else than text.
+            # There may be no standard input, or it can't be read (nohup) or isn't text.
             answer = ""
             self.stderr.write("")
         if answer.strip().lower() not in agreed:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 THREAD = "dblocks-run-locked"
 
 TELLING = 2.0
-"""The most seconds for the log and for the receivers of a loss."""
+"""The most seconds to wait until a loss is logged and its receivers know."""
 
 GIVING_BACK = 0.2
 """Seconds to wait, after a signal, for a lease that is just being granted."""
@@ -54,7 +54,7 @@ MAKING_TABLES = 10.0
 
 
 class RunParser(Parser):
-    """Takes what follows ``--``, or without that ``--shell``, as it is."""
+    """Takes what follows ``--``, or else ``--shell``, as it is."""
 
     advice = f"; {run_plan.SYNOPSIS}"
 
@@ -137,10 +137,7 @@ exit status:
 
     @contextmanager
     def _threads(self, plan: Plan) -> Iterator[Caller]:
-        """Start the threads that are needed in any case: one that takes and releases.
-
-        The other one writes messages.
-        """
+        """Start the threads that write messages, and that take and release the lock."""
         try:
             self.standard_error.start()
             worker = Caller()
@@ -213,9 +210,9 @@ exit status:
     def _release(
         self, lease: Lease | Leases, patience: float = 0.0, *, unused: bool
     ) -> bool | None:
-        """Release what is held; return ``None`` if that took too long.
+        """Release the lock; return ``None`` if that failed or took too long.
 
-        It doesn't cool if nothing was run.
+        The key of an ``unused`` lock, under which nothing was run, doesn't cool.
         """
         # Once the lease is over, there is nothing left to release.
         until = now() + (patience or max(1.0, lease.remaining()))
@@ -236,7 +233,7 @@ exit status:
         return held
 
     def _not_run(self, reason: str = "") -> int:
-        """Say that it was not run; return the exit status for the signal, if any."""
+        """Say that nothing was run; return the exit status for the signal, if any."""
         number = self.signals.ending()
         if number is not None:
             reason = f"stopped by {signal.Signals(number).name}"
@@ -280,14 +277,14 @@ class Seen(NamedTuple):
 
 
 class Waiter(InThread):
-    """Acquires a lock, usually in another thread, for the one that makes this object.
+    """Acquires a lock for the thread that makes this object, usually in another thread.
 
     Python runs signal handlers between two steps of the main thread, and a silent
     database can make one step last for seconds.
 
     Attributes:
         result: The lease, or those of several keys, or ``None`` if one stays taken.
-        seen: Which one that is, and who had it at the last look.
+        seen: Which key is waited for or stays taken, and who had it at the last look.
         called_off: Set it to stop waiting, at any moment.
         migrating: Is set while tables are made.
     """
@@ -334,7 +331,7 @@ class Waiter(InThread):
         return lease
 
     def give_back(self) -> None:
-        """Release those of several keys that were taken, for a process that ends."""
+        """Release the keys that were taken so far, because the process is to end."""
         holds = [each.own_hold() for each in self._attempts]
         give_back([hold for hold in holds if hold is not None])
 
@@ -342,7 +339,7 @@ class Waiter(InThread):
         self._go_on()
         result = function()
         if isinstance(result, Reading):
-            # The order in which they are taken.
+            # The attempts are in the order in which their keys are taken.
             missing = (each.key for each in self._attempts if each.own_hold() is None)
             self.seen = Seen(next(missing, self._attempts[-1].key), result)
             self._wake()
@@ -353,7 +350,7 @@ class Waiter(InThread):
         return waiter.wait(seconds)
 
     def _go_on(self) -> None:
-        # What follows releases those of several keys that were taken.
+        # Only once: the calls that follow release the keys that were taken so far.
         if self.called_off.is_set() and not self._gives_up:
             self._gives_up = True
             raise CalledOff
