@@ -58,7 +58,7 @@ def end_grant(using: str, grant: Grant, **how: Any) -> bool:
     """End a grant without its holder and record it; tell whether it was current.
 
     Args:
-        how: Also who had it, and the rest of an :class:`Intervention`.
+        how: Who had it (``holder``), ``by`` and ``reason``: see :class:`Intervention`.
     """
     return _done(
         table.force_release, Intervention.Kind.FORCE_RELEASE, using, grant, how

@@ -147,8 +147,8 @@ class Group:
     def reap_adopted(self) -> None:
         """Reap the adopted processes that had left the group.
 
-        A child that was there before, or is in this process's own group, is another's
-        business here.
+        Children from before the block, and those in this process's own group, are left
+        to others.
         """
         for pid in _children() - self._before:
             with suppress(ProcessLookupError, ChildProcessError):

@@ -54,7 +54,7 @@ def main(orders: int = 0, ready: int = 1) -> None:
     group, buffer = 0, b""
     term_at = kill_at = float("inf")
     while True:
-        # Before it looks for orders: one that comes during a standstill counts first.
+        # Read before it looks for orders: one that came in a standstill counts first.
         at = now()
         timeout = max(0.0, min(term_at, kill_at, at + MAX_SLEEP) - at)
         if select.select([orders], [], [], timeout)[0]:

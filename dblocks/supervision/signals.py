@@ -41,7 +41,7 @@ class Signals:
     def __enter__(self) -> Signals:
         self._pending: deque[int] = deque()
         self._previous: dict[int, Any] = {}
-        #: Held while a byte is written: the number may be another file's afterwards.
+        #: Held while a byte is written: once closed, the number may be another file's.
         self._waking = threading.Lock()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)

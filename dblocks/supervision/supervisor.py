@@ -49,7 +49,7 @@ class Supervisor:
         heeds_requests: Whether the command is told that the lock is asked for.
         signals: Collects this process's signals, since before the lease was taken.
         say: Called with messages for the user; neither blocks nor raises.
-        told: Waits that many seconds at most until they are written.
+        told: Waits until messages are written, that many seconds at most.
         ran: Whether the command was run.
         lost: Whether the lease was lost, or could not be trusted to last.
     """
@@ -154,7 +154,7 @@ class Supervisor:
             self.signals.wait(max(0.01, min(pause, self._time_left())))
 
     def _time_left(self) -> float:
-        """Return how long nothing needs to be done about the lease."""
+        """Return the seconds until something has to be done about the lease."""
         if self.lost:
             return self.kill_at - now()
         return self.lease.remaining() - self.kill_after
@@ -182,7 +182,7 @@ class Supervisor:
 
     def _instruct(self) -> None:
         """Tell the sentinel when the lease ends."""
-        # In this order, so that a pause between the two errs early.
+        # The clock first, so that a pause between the two makes the end come too early.
         end = now() + self.lease.remaining()
         margin = min(ENDING, self.kill_after / 4)
         if end - margin > self.deadline:
@@ -222,7 +222,7 @@ class Supervisor:
             self._not_stopped(had_terminal)
 
     def _not_stopped(self, had_terminal: bool) -> None:
-        """Go on: the kernel stops nobody whom no shell could continue."""
+        """Go on: the kernel stops no process group that no shell could continue."""
         self.say("not stopped: no shell could continue it, so the command goes on")
         self._resume()
         if had_terminal:

@@ -20,7 +20,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self._modes: list[Any] | None = None
-        # Without a terminal, every call with it fails, as it does after a hang-up.
+        # Without a terminal, every call with this number fails, as after a hang-up.
         self._file = -1
         with suppress(OSError):
             self._file = os.open(os.ctermid(), os.O_RDWR | os.O_NOCTTY)
