@@ -937,10 +937,14 @@ def leased_in_between(
     leases: list[Any] = []
 
     def lease_then_select(*arguments: Any, **options: Any) -> Any:
-        if not leases:
-            lock = distributed_lock(min(names))
-            leases.extend([holder.do(lock.acquire, timeout=0), holder])
-        return select(*arguments, **options)
+        if leases:
+            return select(*arguments, **options)
+        leases.append(holder.do(distributed_lock(min(names)).acquire, timeout=0))
+        try:
+            return select(*arguments, **options)
+        finally:
+            # Not before: a release would come before the snapshot.
+            leases.append(holder)
 
     monkeypatch.setattr(row_locks, "_select", lease_then_select)
     yield leases
