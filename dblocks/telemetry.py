@@ -327,7 +327,7 @@ class Telemetry:
     def _of_forced(
         self, key: str, alias: str | None, using: str | None
     ) -> dict[str, str]:
-        """Return the attributes of a lock that was force-released, also now."""
+        """Return a force-released lock's attributes now: see :meth:`_of_lock`."""
         # The manager's verb knows the database, but not the alias.
         aliases = backends.settings if alias is None else [alias]
         for backend in (backends[name] for name in aliases):

@@ -44,8 +44,8 @@ class CallTexts:
     """The key and the note of each call of a function.
 
     Raises:
-        TypeError: A field of a template is no parameter of the function, or that has no
-            signature to be seen.
+        TypeError: A field of a template is no parameter of the function, or the
+            function has no signature to be seen.
         InvalidKey: The key's template is malformed.
         ValueError: The note's template is malformed.
     """

@@ -257,7 +257,7 @@ class _Worker(threading.Thread):
         for ref, _ in held:
             hold = ref()
             if hold is not None and not hold.note_answer(outcome, sent):
-                # If a transaction only has the row locked, the engine has answered.
+                # Not if a transaction has the row locked: then the engine has answered.
                 hold.failing = failed or hold.grant in outcome.out_of_reach
                 hold.renew_at = clock.monotonic() + _soon(hold)
         if outcome.out_of_reach:

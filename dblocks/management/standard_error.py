@@ -57,7 +57,7 @@ class StandardError:
         return len(text)
 
     def flush(self, patience: float = PATIENCE) -> bool:
-        """Wait until all is written, or blocks for ``patience``; tell whether it is."""
+        """Write all; ``False`` if that fails, or blocks for ``patience`` seconds."""
         return self._flushed(patience).done() and not self._has_failed
 
     def settle(self, status: int) -> None:

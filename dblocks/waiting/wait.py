@@ -313,7 +313,7 @@ class _Wait:
             return await self.place.pause(self.waiter, min(LONGEST_PAUSE, limit))
         abandoned = queues.is_abandoned(self.backend, self.key)
         if gate is not None and not _is_held(gate) and not abandoned:
-            # Not beyond this waiter's time: it would sit out the next one's hold.
+            # Not beyond its time: it would sit out the hold of whoever is let in.
             wait = min(gate.patience(seen.remaining), self.attempt.give_up - now)
             if -PINNED_GRACE < seen.remaining <= 0 and not is_bell:
                 # After the grace, nobody yields to a gate whose owner is absent.

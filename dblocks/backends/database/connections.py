@@ -38,7 +38,7 @@ logger = logging.getLogger("dblocks")
 T = TypeVar("T")
 
 LEAST_REPEATS = 5
-"""How often a collision is repeated at least, even if the patience is over."""
+"""How often an operation that collides is repeated even if its patience is over."""
 
 OUTAGE = 5.0
 """The most seconds for which one operation tries to reach a server that went away."""

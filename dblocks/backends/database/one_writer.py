@@ -165,7 +165,7 @@ def _take_all(
 def _enter(
     connection: Connection, keys: Sequence[str], *, most: int
 ) -> list[tuple[str, FileLock]]:
-    """Enter gates without waiting, until one has no gate or ``most`` are entered."""
+    """Enter keys' gates without waiting, until a key has none or ``most`` are had."""
     entered: list[tuple[str, FileLock]] = []
     with suppress(GateClosed):
         for key in keys:

@@ -29,7 +29,7 @@ WITHOUT_SNAPSHOT = {None, "read committed", "read uncommitted"}
 """The isolation levels at which each statement sees what is committed."""
 
 LOOKS = 3
-"""How many looks find a grant whose reply was lost: a single one may come too late."""
+"""How often a grant whose reply was lost is looked for: a single look may be late."""
 
 INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""

@@ -164,7 +164,8 @@ class ClusterClient(Client):
     def _meet(self, connection: Any) -> None:
         if self._met:
             return
-        # RESP3's handshake tells. redis-py may be set, or too old, to speak RESP2.
+        # RESP3's handshake tells. With RESP2, which redis-py speaks if it is set to, or
+        # older, the server is asked.
         mode = (connection.handshake_metadata or {}).get(b"mode")
         if mode in (None, b"cluster"):
             connection.send_packed_command([packed(SLOTS)])

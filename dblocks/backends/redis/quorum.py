@@ -73,7 +73,7 @@ class QuorumBackend(Servers):
     """A majority of several independent servers."""
 
     has_fencing_tokens = False
-    # No server's faults are sat out: a majority of the others is enough.
+    # No server's faults are sat out: a majority without that server is enough.
     patience = 0.0
     client_options = dict.fromkeys(
         ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
