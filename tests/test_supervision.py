@@ -42,6 +42,7 @@ from tests.support.commands import (
 )
 from tests.support.factories import stored
 from tests.support.fixtures import OtherThread
+from tests.support.nursery import Program
 from tests.support.processes import ROOT, state_of
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 
@@ -80,6 +81,26 @@ def test_forked_like_started(commands: Commands, code: str) -> None:
     )
     assert forked == started
     assert forked[1]
+
+
+def test_forked_whose_child_keeps_its_output() -> None:
+    """A time-out ends the wait for a forked command's output, as for a started one."""
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & exec sleep 60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        status, tells = os.pipe()
+        os.write(tells, b"%d\n" % process.pid)
+        program = Program(status, [None, process.stdout, process.stderr], "sh")
+        with takes(0.2, 0.2 + SLACK), pytest.raises(subprocess.TimeoutExpired):
+            program.communicate(timeout=0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+        os.write(tells, b"-9\n")
+        os.close(tells)
+        assert program.communicate(timeout=DEADLINE) == (b"", b"")
+    assert program.returncode == -9
 
 
 # Streams

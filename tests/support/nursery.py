@@ -14,12 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SIZE = 1 << 17
 
 Stream = int | IO[Any]
+
+T = TypeVar("T")
 
 
 class Program:
@@ -38,6 +42,7 @@ class Program:
         self.stdin, self.stdout, self.stderr = streams
         self.returncode: int | None = None
         self._what = what
+        self._output: list[futures.Future[bytes]] = []
         self._status = os.fdopen(status, "rb", buffering=0)
         self.pid = int(self._status.readline())
 
@@ -63,18 +68,23 @@ class Program:
     def communicate(
         self, data: bytes = b"", timeout: float | None = None
     ) -> tuple[bytes, bytes]:
-        """Write all input, read all output, wait for the end."""
-        with futures.ThreadPoolExecutor() as pool:
-            pool.submit(_feed, self.stdin, data)
-            out = pool.submit(_drain, self.stdout)
-            err = pool.submit(_drain, self.stderr)
-            try:
-                answer = out.result(timeout), err.result(timeout)
-                self.wait(timeout)
-            except (futures.TimeoutError, subprocess.TimeoutExpired):
-                self.kill()
-                raise
-        return answer
+        """Write all input, read all output, wait for the end.
+
+        As with ``Popen``, it may be called again after a time-out, which also ends the
+        wait for others that have the output open.
+        """
+        started = time.monotonic()
+        if not self._output:
+            _in_thread(lambda: _feed(self.stdin, data))
+            self._output.append(_in_thread(lambda: _drain(self.stdout)))
+            self._output.append(_in_thread(lambda: _drain(self.stderr)))
+        if futures.wait(self._output, timeout).not_done:
+            raise subprocess.TimeoutExpired(self._what, timeout or 0)
+        if timeout is not None:
+            timeout = max(0.0, started + timeout - time.monotonic())
+        self.wait(timeout)
+        out, err = self._output
+        return out.result(), err.result()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -98,6 +108,20 @@ def _drain(stream: IO[bytes] | None) -> bytes:
         return b""
     with stream:
         return stream.read()
+
+
+def _in_thread(function: Callable[[], T]) -> futures.Future[T]:
+    """Call a function in a thread for which nothing waits, not even Python's end."""
+    future = futures.Future[T]()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 class Nursery:
