@@ -20,10 +20,12 @@ from dblocks.backends.database import transactions
 from dblocks.holding.registry import Registry, registry
 from dblocks.holding.renewal import RenewalScheduler
 from dblocks.lease_blocks import LeaseBlock
+from dblocks.waiting import steps
 from dblocks.waiting.queue import WaitQueues
 from tests.support.fixtures import OtherThread
 from tests.support.timing import DEADLINE, takes
 
+Leases = Callable[..., Lease]
 Locks = Callable[..., Lock]
 
 #: Where a block is entered.
@@ -42,6 +44,28 @@ def collected() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+
+
+def test_exception_before_the_first_step_of_a_wait(
+    lock: Locks, acquire: Leases, other: OtherThread
+) -> None:
+    """No coroutine is left behind that was never awaited."""
+    lease = other.do(acquire)
+
+    def fail(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is steps.run.__code__:
+            sys.setprofile(None)
+            raise RuntimeError("interrupted")
+
+    sys.setprofile(fail)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            with pytest.raises(RuntimeError, match="interrupted"):
+                lock(timeout=DEADLINE).acquire()
+            assert not caught
+    finally:
+        sys.setprofile(None)
+    assert other.do(lease.release)
 
 
 def test_exception_after_the_grant(

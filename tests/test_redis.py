@@ -1339,8 +1339,6 @@ class Interrupted(Exception):
 
 # A socket that is just being connected is lost in redis-py.
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-# Python's own, if the handler raises between the making of the wait and its first step.
-@pytest.mark.filterwarnings("ignore:coroutine '_Wait.get':RuntimeWarning")
 def test_signal_ends_a_wait(here: Any, key: str) -> None:
     """A handler that raises in the middle of a wait leaves nothing in the queue."""
 

@@ -58,8 +58,13 @@ class InEventLoop(InThread):
         return await waiter.await_(seconds)
 
 
-def run(steps: Coroutine[Any, Any, T]) -> T:
-    """Run steps that take place :class:`InThread`."""
+def run(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Make steps that take place :class:`InThread`, and run them.
+
+    They are made here, and by no function in C: a signal handler that raises before
+    their first step would leave behind a coroutine that was never awaited.
+    """
+    steps = make()
     try:
         while True:
             steps.send(None)

@@ -40,7 +40,7 @@ def get_all(attempts: Sequence[Attempt]) -> list[Hold] | Refused:
         attempts: In the order of their keys; with one owner and one time limit.
     """
     if len(attempts) > 1:
-        return run(get_all_in(InThread(), attempts))
+        return run(lambda: get_all_in(InThread(), attempts))
     found = get(attempts[0])
     return [found] if isinstance(found, Hold) else Refused(attempts[0], found)
 

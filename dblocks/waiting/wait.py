@@ -54,7 +54,7 @@ def get(attempt: Attempt) -> Hold | Reading:
         if isinstance(found, Hold):
             return found
         seen = found
-    return run(_Wait(attempt, InThread()).get(seen))
+    return run(lambda: _Wait(attempt, InThread()).get(seen))
 
 
 async def get_in(place: InThread, attempt: Attempt) -> Hold | Reading:

@@ -317,7 +317,7 @@ class Waiter(InThread):
         lock = self._plan.lock
         self._attempts = attempts = lock._attempts(by=self._owner)
         try:
-            found = run(get_all_in(self, attempts))
+            found = run(lambda: get_all_in(self, attempts))
         except CalledOff:
             return None
         if isinstance(found, Refused):
