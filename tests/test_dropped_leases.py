@@ -222,7 +222,7 @@ def test_grant_that_is_noted_too_late(
     def hold(owner: str, token: int | None, sent: float) -> Hold:
         claim = Claim(backends[backend], key, how, Owner(owner), None, "", locks.Lock)
         granted = Granted(Grant(key, owner, token), 100.0)
-        return Hold(claim, granted, sent, claim.backend.binding())
+        return Hold(claim, granted, sent)
 
     mine, late = hold("mine", tokens[1], now), hold("late", tokens[0], now - 2)
     registry.add(mine)

@@ -16,8 +16,6 @@ from .. import validation
 from ..signals import announce_force_release, log_request
 from .gates import Gate
 from .values import (
-    UNBOUND,
-    Binding,
     Described,
     Entry,
     Grant,
@@ -335,9 +333,9 @@ class BaseBackend(ABC):
 
     # Tests
 
-    def binding(self) -> Binding:
-        """Return what binds a grant to this thread, if anything does."""
-        return UNBOUND
+    def test_connection(self) -> object:
+        """Return the connection of the ``TestCase`` that this thread is in, if any."""
+        return None
 
     def is_in_test_case(self) -> bool:
         """Tell whether a ``TestCase`` in any thread wraps work on this engine."""

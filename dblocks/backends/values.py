@@ -93,6 +93,7 @@ class Request:
         gate: The key's gate, which the caller has or queues for.
         queued: The caller has that gate; otherwise it yields to those that queue.
         identity: The identity of a new grant, where tokens don't tell one from another.
+        binding: What binds a grant to the thread that asks; the engine fills it in.
         sent: Local clock before it was sent for the first time.
     """
 
@@ -111,6 +112,7 @@ class Request:
     permits: int = 1
     permit: int = 0
     identity: str = ""
+    binding: Binding = UNBOUND
     # Looked up each time, because tests move the clock.
     sent: float = field(default_factory=lambda: clock.monotonic())
 

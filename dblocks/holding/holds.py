@@ -17,7 +17,7 @@ from typing import Any
 from .. import clock, permits
 from ..backends.base import BaseBackend
 from ..backends.gates import Gate
-from ..backends.values import FOREVER, Binding, Granted, Renewal, Renewed
+from ..backends.values import FOREVER, UNBOUND, Binding, Granted, Renewal, Renewed
 from . import news
 from .owners import Owner
 from .registry import registry
@@ -118,11 +118,13 @@ class Hold:
     _lost_at: float | None = None
 
     def __init__(
-        self, claim: Claim, granted: Granted, sent: float, binding: Binding
+        self, claim: Claim, granted: Granted, sent: float, binding: Binding = UNBOUND
     ) -> None:
         self.backend = claim.backend
         self.grant = granted.grant
-        self.key, self.permit = permits.apart(granted.grant.key)
+        self.key, self.permit = claim.key, None
+        if granted.grant.key != claim.key:
+            self.key, self.permit = permits.apart(granted.grant.key)
         self.terms = terms = claim.terms
         self.by = claim.by
         self.explicit = claim.owner is not None
@@ -157,7 +159,7 @@ class Hold:
         """Tell whether it is held, as far as this process knows."""
         if self._end or self.counted <= 0 or clock.monotonic() >= self.deadline:
             return False
-        return not self.is_over_with_its_test()
+        return self.binding.is_rolled_back is None or not self.is_over_with_its_test()
 
     def is_over_with_its_test(self) -> bool:
         """Tell whether it was granted in a ``TestCase`` that is over."""

@@ -57,7 +57,7 @@ class RenewalScheduler:
         thread = self._thread
         if thread is None or not thread.is_alive():
             self._start()
-        elif min(min(x.renew_at, x.deadline) for x in holds) < self._wakes_at:
+        elif min([min(x.renew_at, x.deadline) for x in holds]) < self._wakes_at:
             self.hurry()
 
     def hurry(self) -> None:

@@ -130,7 +130,7 @@ class Attempt(Claim):
             return answer
         self.reentered = answer.again
         (answer,), sent = self.in_time([answer], request.sent)
-        hold = Hold(self, answer, sent, self.backend.binding())
+        hold = Hold(self, answer, sent, request.binding)
         scheduler.watch(hold)
         if hold.is_live():
             return hold
@@ -176,7 +176,7 @@ class Attempt(Claim):
 
         Its row is in that test's transaction, for which a query here would wait.
         """
-        test_connection = self.backend.binding().test_connection
+        test_connection = self.backend.test_connection()
         if hold.binding.test_connection is test_connection or not hold.is_live():
             return None
         return Reading(

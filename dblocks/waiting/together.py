@@ -138,9 +138,8 @@ class _Together:
         if not isinstance(granted, list):
             return granted
         grants, sent = first.in_time(granted, request.sent)
-        binding = first.backend.binding()
         holds = [
-            Hold(attempt, each, sent, binding)
+            Hold(attempt, each, sent, request.binding)
             for attempt, each in zip(self.attempts, grants, strict=True)
         ]
         scheduler.watch(*holds)

@@ -119,7 +119,9 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             answer = _see_while_busy(own, keys)
         if own.in_atomic_block:
             self._note_block(own, keys)
-        if isinstance(answer, Reading) and answer.remaining <= 0:
+        if isinstance(answer, Granted):
+            request.binding = _binding(own)
+        elif answer.remaining <= 0:
             transactions.refuse_own_row_lock(own.alias, request.key)
         return answer
 
@@ -152,6 +154,7 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
             return Taken(keys[0], _see_while_busy(own, keys[:1]))
         if own.in_atomic_block:
             self._note_block(own, keys)
+        request.binding = _binding(own)
         return answer
 
     def _take_all(
@@ -302,14 +305,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
 
     # Tests
 
-    def binding(self) -> Binding:
-        own, bar = connections[self.using], None
-        if not dialects.of(own).has_row_locks:
-            # After a renewal's write, a transaction that has read before can't write.
-            bar = partial(transactions.in_transaction, own)
-        if own.in_atomic_block and transactions.in_test_case(own):
-            return Binding(own, transactions.end_of_test(own), bar)
-        return Binding(renewal_bar=bar) if bar else UNBOUND
+    def test_connection(self) -> object:
+        return _binding(connections[self.using]).test_connection
 
     def is_in_test_case(self) -> bool:
         return transactions.test_case_is_open(self.using)
@@ -352,6 +349,16 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         for row in locks.exclude(pk__in=locks.free()).values_list("key", flat=True):
             key, permit = apart(row)
             locks.force_release(key, permit=permit, by="dblocks.test", reason="cleared")
+
+
+def _binding(own: Connection) -> Binding:
+    bar = None
+    if not dialects.of(own).has_row_locks:
+        # After a renewal's write, a transaction that has read before can't write.
+        bar = partial(transactions.in_transaction, own)
+    if own.in_atomic_block and transactions.in_test_case(own):
+        return Binding(own, transactions.end_of_test(own), bar)
+    return Binding(renewal_bar=bar) if bar else UNBOUND
 
 
 def _is_a_tests(own: Connection, key: str) -> bool:

@@ -143,9 +143,9 @@ def _connection(connection: Connection, *, writes: bool) -> Connection:
     if in_block:
         # A read, too, would begin a snapshot there on SQLite, or see an old one.
         return connection if is_alone(connection) else connection_beside(alias)
-    if _would_use_pool(connection):
-        return connection
     closed = connection.connection is None
+    if closed and _has_pool(connection):
+        return connection
     settings = connection.settings_dict
     if not (settings["AUTOCOMMIT"] if closed else connection.autocommit):
         raise _autocommit_is_off(connection)
@@ -164,15 +164,14 @@ def _autocommit_is_off(connection: Connection) -> TransactionManagementError:
     )
 
 
-def _would_use_pool(connection: Connection) -> bool:
-    """Tell whether it is Django's, and would take a connection out of a pool."""
-    has_pool = bool(connection.settings_dict["OPTIONS"].get("pool"))
-    return has_pool and connection.connection is None
+def _has_pool(connection: Connection) -> bool:
+    """Tell whether it is Django's, and takes its connection out of a pool."""
+    return bool(connection.settings_dict["OPTIONS"].get("pool"))
 
 
 def _spare(connection: Connection) -> Connection | None:
     """Return a connection to use instead of one that can't be used."""
-    if _would_use_pool(connection):
+    if connection.connection is None and _has_pool(connection):
         # Waiters must not use up the pool, and holders must be able to release.
         alias = connection.alias
         return idle.find(alias) or separate_connection(alias)
@@ -191,11 +190,11 @@ def _spare(connection: Connection) -> Connection | None:
 
 
 def _put_away(spare: Connection, *, served: bool) -> None:
-    raw = spare.connection
+    raw, own = spare.connection, connections[spare.alias]
     if raw is not None and any(raw is busy.connection for busy in _thread.busy):
         # The interrupted operation goes on with this connection.
         spare.connection = None
-    elif served and _would_use_pool(connections[spare.alias]):
+    elif served and own.connection is None and _has_pool(own):
         idle.give_back(spare)
     else:
         idle.drop(spare)

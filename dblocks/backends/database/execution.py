@@ -94,7 +94,8 @@ def write(connection: Connection, name: str, grant: Grant, **values: object) -> 
     """Run the statement of that name; tell whether the grant was current."""
     dialect = dialects.of(connection)
     sql = getattr(statements.of(dialect), name)
-    return bool(_execute(dialect, connection, sql, {**grant._asdict(), **values})[0])
+    of_grant = {"key": grant.key, "owner": grant.owner, "version": grant.version}
+    return bool(_execute(dialect, connection, sql, {**of_grant, **values})[0])
 
 
 def fetch(

@@ -35,8 +35,8 @@ INSTANT = 0.01
 """Seconds for which a co-owner's own statement may have the row locked."""
 
 
-def _acquire(connection: Connection, request: Request) -> Grant | Reading:
-    """Grant a key to an owner, or read who has it.
+def take(connection: Connection, request: Request) -> Granted | Reading:
+    """Grant a free key, or count one more hold of the explicit owner that has it.
 
     An overdue reading means that a transaction has the row locked, or that others queue
     for it.
@@ -46,13 +46,13 @@ def _acquire(connection: Connection, request: Request) -> Grant | Reading:
         if granted is None:
             seen = read(connection, request.key)
             if seen is not None:
-                return seen
+                return join(connection, request, seen)
             try:
                 granted = create(connection, request, request.key)
             except GapLocked:
                 break
         if granted is not None:
-            return granted
+            return Granted(granted, request.max_hold)
         ensure_floor(connection)
     # The row can't be made now, or it exists and the caller's snapshot can't see it.
     return Reading(version=0, remaining=1.0)
@@ -134,14 +134,6 @@ def _terms(request: Request) -> Values:
 
 def numbered(keys: Sequence[str]) -> Values:
     return {f"key{number}": key for number, key in enumerate(keys)}
-
-
-def take(connection: Connection, request: Request) -> Granted | Reading:
-    """Grant a free key, or count one more hold of the explicit owner that has it."""
-    seen = _acquire(connection, request)
-    if isinstance(seen, Grant):
-        return Granted(seen, request.max_hold)
-    return join(connection, request, seen)
 
 
 def join(connection: Connection, request: Request, seen: Reading) -> Granted | Reading:
@@ -332,7 +324,7 @@ def all_slots(grants: Sequence[Grant]) -> Values:
     return {
         f"{name}{number}": value
         for number, grant in enumerate(grants)
-        for name, value in grant._asdict().items()
+        for name, value in zip(grant._fields, grant, strict=True)
     }
 
 

@@ -144,7 +144,7 @@ def transaction_is_open() -> bool:
     Raises:
         TransactionManagementError: Autocommit is off without ``atomic()``.
     """
-    for alias in connections:
+    for alias in connections.settings:
         # As connections.all(initialized_only=True), which takes twice as long.
         connection = getattr(connections._connections, alias, None)  # type: ignore[attr-defined]
         if connection is None:
