@@ -9,7 +9,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial, update_wrapper, wraps
 from threading import Event, get_ident
@@ -1197,6 +1197,10 @@ class Generates:
         pytest.param(partial(generator), "generator", id="partial of one"),
         pytest.param(staticmethod(generator), "generator", id="static one"),
         pytest.param(Generates(), "generator", id="object with one"),
+        pytest.param(contextmanager(generator), "around the yield", id="block"),
+        pytest.param(
+            asynccontextmanager(agenerator), "around the yield", id="async block"
+        ),
         pytest.param(Generates, "class", id="class"),
         pytest.param("text", "functions", id="no function"),
         pytest.param(decorated.count, "below", id="Celery task"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import FrameType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -17,13 +18,19 @@ T = TypeVar("T")
 TASK_METHODS = ("apply_async", "delay", "enqueue", "send", "defer", "call_local")
 """Attributes of tasks in Celery, RQ, Django, dramatiq, procrastinate and Huey."""
 
+_MAKES_BLOCK = {
+    maker(iter).__code__  # type: ignore[arg-type]
+    for maker in (contextmanager, asynccontextmanager)
+}
+"""The code of all functions that were decorated with these two."""
+
 
 def check_decoratable(function: Any, decorator: str, backend: str) -> None:
     """Refuse a function that can't run under a lock of a backend.
 
     Raises:
-        TypeError: A generator function, whose body would run after the lock was gone;
-            a class; a task object.
+        TypeError: A generator function or a context manager, whose body would run
+            after the lock was gone; a class; a task object.
         ImproperlyConfigured: The setting ``DBLOCKS`` lacks the backend.
     """
     name = name_of(function)
@@ -50,6 +57,12 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
             f"@{decorator} can't decorate the generator function {name}: its body "
             f"would run after the lock was released. Take the lock inside it, with "
             f"a with block, or lock the function that consumes it."
+        )
+    if getattr(function, "__code__", None) in _MAKES_BLOCK:
+        raise TypeError(
+            f"@{decorator} can't decorate the context manager {name}: the block under "
+            f"it would run after the lock was released. Take the lock inside it, "
+            f"around the yield."
         )
     backends.check(backend)
 
