@@ -303,13 +303,14 @@ def test_longest_timeout(lock: Locks) -> None:
 # The holder's own transactions
 
 
+@pytest.mark.parametrize("others", [(), ("another",)])
 @pytest.mark.parametrize("writes", [True, False])
 def test_renewals_leave_the_holders_transaction_alone(
-    acquire: Leases, writes: bool
+    key: str, writes: bool, others: tuple[str, ...]
 ) -> None:
     """A transaction that outlasts renewals can write, and its guard passes."""
     account = AccountFactory()
-    lease = acquire(lease=scaled(2))
+    lease = distributed_lock(key, *others, lease=scaled(2)).acquire(timeout=0)
     with transaction.atomic():
         balance = Account.objects.get(pk=account.pk).balance
         time.sleep(scaled(1))

@@ -646,9 +646,10 @@ class TestInATestCase:
             assert distributed_lock(key, owner="other").try_acquire() is None
             assert locks.held().filter(pk=key).exists()
 
-    def test_renewal(self, key: str) -> None:
-        """A held lease is kept for several times its length."""
-        lease = distributed_lock(key, lease=scaled(1.2)).acquire(timeout=0)
+    @pytest.mark.parametrize("others", [(), ("another",)])
+    def test_renewal(self, key: str, others: tuple[str, ...]) -> None:
+        """A held lease, or those of a set, are kept for several times their length."""
+        lease = distributed_lock(key, *others, lease=scaled(1.2)).acquire(timeout=0)
         theirs = distributed_lock(key, owner="other")
         always(lambda: theirs.try_acquire() is None, during=scaled(2.8), what="held")
         assert lease.release() is True
