@@ -1395,6 +1395,7 @@ django.setup()
 from django.core.management import call_command
 from django.db import connections
 from dblocks import distributed_lock
+from dblocks.holding import renewal
 
 if len(sys.argv) > 1:
     distributed_lock("other").acquire().release()
@@ -1404,10 +1405,13 @@ if len(sys.argv) > 1:
         print(distributed_lock("key").try_acquire() is not None, flush=True)
     sys.exit()
 call_command("migrate", verbosity=0)
-with distributed_lock("key", lease=0.6):
-    time.sleep(0.4)  # It is renewed, on a connection of dblocks' own.
-if os.fork():
-    os._exit(0)
+renewal.LINGER = 0.2 if {rests} else renewal.LINGER
+for generation in range({forks}):
+    with distributed_lock("key", lease=0.6):
+        time.sleep(0.4)  # It is renewed, on a connection of dblocks' own.
+    time.sleep({rests})
+    if os.fork():
+        os._exit(0)
 {closes}
 time.sleep(0.2)
 this = [sys.executable, __file__]
@@ -1421,12 +1425,24 @@ print("taken twice:", stays.communicate("go")[0].strip(), lease.held, flush=True
 """
 
 
-@pytest.mark.parametrize("closes", ["connections.close_all()", ""])
-def test_child_of_a_process_that_has_ended(tmp_path: Path, closes: str) -> None:
+@pytest.mark.parametrize(
+    ("closes", "rests", "forks"),
+    [
+        ("connections.close_all()", 0, 1),
+        ("", 0, 1),
+        # The thread that renewed has ended, and closed its connection.
+        ("", 1, 1),
+        ("", 0, 2),
+    ],
+)
+def test_child_of_a_process_that_has_ended(
+    tmp_path: Path, closes: str, rests: int, forks: int
+) -> None:
     """A daemon, whether or not it closes Django's, shares the file with others."""
     script = tmp_path / "daemon.py"
     file = str(tmp_path / "db.sqlite3")
     told = {"path": sys.path, "file": file, "closes": closes}
+    told |= {"rests": rests, "forks": forks}
     script.write_text(FORKS_AND_ENDS.format(**told))
     command = [sys.executable, "-W", "ignore", str(script)]
     # The pipe is at its end when the daemon is, too.

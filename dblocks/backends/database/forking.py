@@ -70,6 +70,14 @@ def others_use_files(mine: Iterable[Connection]) -> bool:
     return not _files <= set(mine)
 
 
+def forget(connection: Connection) -> None:
+    """Note that no thread uses a connection any more, closed as it is.
+
+    It may live on until the garbage collector comes.
+    """
+    _files.discard(connection)
+
+
 def begin_anew() -> None:
     """Forget the parent's threads, in a forked child."""
     Busy.everyones.clear()

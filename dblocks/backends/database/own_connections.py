@@ -101,6 +101,7 @@ def close(connection: Connection) -> None:
     """Close a connection of dblocks' own, or one that would harm a forked child's."""
     _open.discard(connection)
     _close(connection)
+    forking.forget(connection)
 
 
 def _close(connection: Connection) -> None:
