@@ -1463,6 +1463,24 @@ def test_fork_beside_a_thread_that_uses_the_file(
     assert in_forked_child(lambda: connection.connection is not None) is True
 
 
+def test_fork_after_a_thread_that_used_the_file() -> None:
+    """It has closed its connection and ended: it has nothing of SQLite's any more."""
+    connection.ensure_connection()
+
+    def use() -> None:
+        DistributedLock.objects.exists()
+        connection.close()
+
+    thread = threading.Thread(target=use)
+    gc.disable()
+    try:
+        thread.start()
+        thread.join(DEADLINE)
+        assert in_forked_child(lambda: connection.connection is None) is True
+    finally:
+        gc.enable()
+
+
 def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
     """The child doesn't have for ever what that thread had of the file's locks."""
     writing = threading.Event()

@@ -6,6 +6,7 @@ one of its mutexes, or the record that this process has the file's write lock.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -78,6 +79,14 @@ def forget(connection: Connection) -> None:
     _files.discard(connection)
 
 
+def _forget_ended() -> None:
+    """Forget what is closed and was of threads that have ended: nobody opens it."""
+    running = sys._current_frames()
+    for each in list(_files):
+        if each.connection is None and each._thread_ident not in running:
+            forget(each)
+
+
 def begin_anew() -> None:
     """Forget the parent's threads, in a forked child."""
     Busy.everyones.clear()
@@ -89,6 +98,7 @@ def keep_out(mine: threading.local) -> None:
 
     def before() -> None:
         _forking.add(threading.get_ident())
+        _forget_ended()
         give_up = clock.monotonic() + PATIENCE
         while in_files(besides=mine.busy) and clock.monotonic() < give_up:
             time.sleep(PAUSE)
