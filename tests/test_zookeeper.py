@@ -264,6 +264,16 @@ def test_silent_server(
                     each.result(5 * DEADLINE)
 
 
+def test_silent_server_among_others(configure: Configure, key: str) -> None:
+    """It doesn't use up the time for the first connection, though it is tried first."""
+    with socket.create_server((HOST, 0)) as silent:
+        there = f"{HOST}:{silent.getsockname()[1]}"
+        location = [there, engine()._address.hosts]
+        options = {"randomize_hosts": False}
+        alias = configure("mixed", LOCATION=location, LEASE=30, OPTIONS=options)
+        assert distributed_lock(key, backend=alias).acquire().release() is True
+
+
 def test_waiter_is_no_holder(lock: Locks, backend: str, key: str) -> None:
     """Who waits at a free key, and may give up, doesn't have it."""
     gate = backends[backend].gate(Request(key, "the waiter", 30.0))

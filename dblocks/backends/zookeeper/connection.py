@@ -30,7 +30,7 @@ from kazoo.protocol.states import KeeperState
 
 from ... import clock
 from . import nodes
-from .handler import CONNECT_WITHIN, Handler
+from .handler import CONNECT_WITHIN, TRIES, Handler
 
 ERRORS: tuple[type[Exception], ...] = (KazooException, KazooTimeoutError)
 
@@ -117,6 +117,7 @@ class Connection:
             {"max_tries": -1, "delay": 0.02, "backoff": 2, "max_delay": 1.0},
         )
         self.client = self._client(options)
+        self._share_time()
         self._heed_negotiation()
 
     # Opening and closing
@@ -133,6 +134,18 @@ class Connection:
                 f"{', '.join(dict(self.address.options))}: {error}"
             ) from error
 
+    def _share_time(self) -> None:
+        """Leave time for the other servers when one of them is tried."""
+        connection = self.client._connection
+        expand = connection._expand_client_hosts
+
+        def share() -> Any:
+            found = expand()
+            self.handler.try_within = CONNECT_WITHIN / max(1, min(TRIES, len(found)))
+            return found
+
+        connection._expand_client_hosts = share
+
     def _heed_negotiation(self) -> None:
         """Note the timeout that the server gives each new or resumed session."""
         # kazoo doesn't publish the timeout, and would wait for a server for as long.
@@ -141,7 +154,7 @@ class Connection:
 
         def heed(timeout: float, request: Any, xid: int | None = None) -> Any:
             sent = clock.monotonic()
-            answer = invoke(min(timeout, CONNECT_WITHIN), request, xid)
+            answer = invoke(min(timeout, self.handler.try_within), request, xid)
             if xid is None and answer[0].time_out > 0:
                 self._negotiated = answer[0].time_out / 1000
                 self._heard_at = self._connected_at = sent

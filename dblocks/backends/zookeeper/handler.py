@@ -20,7 +20,10 @@ from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandl
 from ...bells import Bell
 
 CONNECT_WITHIN = 3.0
-"""Seconds for the first connection, and for trying each server."""
+"""Seconds for the first connection, and for trying the only server."""
+
+TRIES = 3
+"""How many servers, if there are that many, can be tried in that time."""
 
 
 class Answer:
@@ -91,6 +94,8 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
+        #: Seconds for trying each server.
+        self.try_within = CONNECT_WITHIN
         self._sockets: set[socket.socket] = set()
         self._latest: socket.socket | None = None
         #: Whether to stop without telling the server that the session ends.
@@ -145,7 +150,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         return thread
 
     def create_connection(self, *args: Any, **kwargs: Any) -> socket.socket:
-        kwargs["timeout"] = min(kwargs["timeout"], CONNECT_WITHIN)
+        kwargs["timeout"] = min(kwargs["timeout"], self.try_within)
         made: socket.socket = super().create_connection(*args, **kwargs)
         self._latest = made
         self._sockets = {made, *(each for each in self._sockets if each.fileno() >= 0)}
