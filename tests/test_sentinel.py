@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import pytest
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from dblocks import LeaseLost, LockTimeout, distributed_lock
 from tests.support.processes import resume, stop
 from tests.support.services import HOST, Redis
-from tests.support.timing import DEADLINE, eventually
+from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.test_redis import BACKEND, engine, token_of
 
 T = TypeVar("T")
@@ -280,3 +280,27 @@ def test_no_sentinel(settings: Any, key: str) -> None:
             with pytest.raises(RedisError) as caught:
                 distributed_lock(key).try_acquire()
             assert f"No master found for '{service}' (DBLOCKS" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"password": "s3cret"}])
+def test_wrong_password_of_a_sentinel(settings: Any, key: str, given: Any) -> None:
+    """That is said at once, however long the caller would wait, without the password.
+
+    If one of several Sentinels can't be reached, it might know the master later.
+    """
+    with Redis() as master, Sentinel(master) as sentinel:
+        watch: Any = redis.Redis(HOST, sentinel.port)
+        watch.acl_setuser("default", reset_passwords=True, passwords=["+right"])
+        entry = {"BACKEND": BACKEND, "LOCATION": "redis://service/0"}
+        sentinels = [(HOST, sentinel.port)]
+        options = {"sentinels": sentinels, "sentinel_kwargs": given}
+        settings.DBLOCKS = {"default": {**entry, "OPTIONS": options}}
+        with takes(at_most=1 + SLACK), pytest.raises(AuthenticationError) as caught:
+            distributed_lock(key, timeout=DEADLINE).acquire()
+        assert "sentinel_kwargs" in str(caught.value)
+        assert "s3cret" not in str(caught.value)
+        sentinels.append((HOST, master.port + 1))
+        settings.DBLOCKS = {"default": {**entry, "OPTIONS": options}}
+        with pytest.raises(RedisError, match="AuthenticationError, Conn") as other:
+            distributed_lock(key).try_acquire()
+        assert not isinstance(other.value, AuthenticationError)

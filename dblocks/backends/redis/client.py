@@ -69,6 +69,11 @@ Before Redis 7, the text of such an error has the script's line before the code.
 
 _CODE = re.compile(rf"(?:^|: -)({'|'.join(_MEANINGS)}) ")
 
+_SAID_BY_SENTINELS = re.compile(r"> - (?:\w+:)?(\w+)")
+"""The class of each Sentinel's error, in redis-py's text."""
+
+_SENTINELS = "see the options sentinels and sentinel_kwargs: a Sentinel's error was"
+
 Argument = str | int | float
 
 Part = tuple[Sequence[str], Sequence[Argument]]
@@ -145,11 +150,16 @@ class Client:
         try:
             return self._send(command, answers_within, asking)
         except (ConnectionError, TimeoutError) as error:
+            kind = type(error)
             # Sentinel's text goes on with how it was asked: long, and not for all eyes.
-            text = str(error).partition(" : ")[0]
-            raise type(error)(
+            text, _, rest = str(error).partition(" : ")
+            said = set(_SAID_BY_SENTINELS.findall(rest))
+            if said == {AuthenticationError.__name__}:
+                kind = AuthenticationError
+            hint = f"; {_SENTINELS} {', '.join(sorted(said))}" if said else ""
+            raise kind(
                 f"{text} (DBLOCKS[{self.alias!r}]: {self.name} should be a Redis "
-                f"server that can be reached from here)"
+                f"server that can be reached from here{hint})"
             ) from error
 
     def _send(
