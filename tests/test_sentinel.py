@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,3 +305,15 @@ def test_wrong_password_of_a_sentinel(settings: Any, key: str, given: Any) -> No
         with pytest.raises(RedisError, match="AuthenticationError, Conn") as other:
             distributed_lock(key).try_acquire()
         assert not isinstance(other.value, AuthenticationError)
+
+
+def test_silent_sentinels(settings: Any, key: str) -> None:
+    """All of them together take no longer than a server that doesn't answer."""
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server((HOST, 0))) for _ in "123"]
+        sentinels = [each.getsockname() for each in silent]
+        options = {"sentinels": sentinels, "socket_timeout": 1.5}
+        entry = {"BACKEND": BACKEND, "LOCATION": "redis://service/0"}
+        settings.DBLOCKS = {"default": {**entry, "OPTIONS": options}}
+        with takes(1.4, 1.6 + SLACK), pytest.raises(RedisError, match="TimeoutError"):
+            distributed_lock(key).try_acquire()

@@ -278,7 +278,9 @@ class Client:
                     raise
                 left = give_up - clock.monotonic()
                 # The first error may be a dropped idle connection's: it tells nothing.
+                # Without a master there was no such connection.
                 is_news = pause > 0 or not isinstance(error, ConnectionError)
+                is_news = is_news or isinstance(error, sentinel.MasterNotFoundError)
                 if left <= 0 and is_news:
                     raise
             time.sleep(max(0.0, min(left, random.uniform(0.5, 1.5) * pause)))
@@ -410,7 +412,9 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     if settings.pop("connection_class", None) is not None:
         settings["ssl"] = True
     watch: Any = sentinel
-    of_sentinels = {**timeouts, "retry": fixed["retry"], **sentinel_options}
+    # They are asked one after the other, until one answers.
+    shares = {x: (settings[x] or 0) / max(1, len(sentinels)) or None for x in timeouts}
+    of_sentinels = {**shares, "retry": fixed["retry"], **sentinel_options}
     watch = watch.Sentinel(sentinels, sentinel_kwargs=of_sentinels)
     master = watch.master_for(settings.pop("host", ""), **settings)
     pool: ConnectionPool = master.connection_pool
