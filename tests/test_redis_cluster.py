@@ -26,6 +26,7 @@ from dblocks.backends.redis.cluster import Address, ClusterClient
 from dblocks.backends.values import Grant, Granted, Renewal, Request
 from dblocks.conf import backends
 from tests.support.fixtures import OtherThread
+from tests.support.processes import resume, stop
 from tests.support.services import HOST, Redis
 from tests.support.timing import DEADLINE, SLACK, eventually, takes
 from tests.test_redis import BACKEND, GRACE, token_of
@@ -502,6 +503,21 @@ def test_slot_without_a_node(cluster: Cluster, keys: list[str]) -> None:
     with takes(at_least=1), distributed_lock(key, timeout=DEADLINE):
         pass
     back.join()
+
+
+def test_all_nodes_are_silent(cluster: Cluster, settings: Any, key: str) -> None:
+    """A caller waits for one of the other nodes, not for each."""
+    times = {"socket_timeout": 1.5, "socket_connect_timeout": 1.5}
+    entry = {**settings.DBLOCKS["default"], "OPTIONS": times}
+    settings.DBLOCKS = {"default": entry}
+    assert distributed_lock(key).locked() is False
+    with ExitStack() as stack:
+        for node in cluster.nodes:
+            stop(node.pid)
+            stack.callback(resume, node.pid)
+        with takes(at_most=3 + SLACK), pytest.raises(RedisError):
+            distributed_lock(key).try_acquire()
+    assert token_of(key)
 
 
 def test_node_restarts(cluster: Cluster, keys: list[str], threads: Threads) -> None:

@@ -10,6 +10,7 @@ So no lock is ever in two places.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from redis.exceptions import (
     MovedError,
     RedisError,
     ResponseError,
+    TimeoutError,
     TryAgainError,
 )
 
@@ -187,12 +189,21 @@ class ClusterClient(Client):
         return self._node(owner), not has_moved
 
     def _refresh(self, without: Client | None = None) -> None:
-        """Learn the map from the first known node that answers."""
-        for node in [*self._known(), self]:
+        """Learn the map from a known node that answers.
+
+        Not all of them are waited for, or a caller would wait for each: if one is
+        silent, the next attempt asks another.
+        """
+        nodes = [*self._known(), self]
+        for node in random.sample(nodes, len(nodes)):
             if node is not without:
-                with suppress(RedisError):
+                try:
                     self._learn(node)
+                except TimeoutError:
                     return
+                except RedisError:
+                    continue
+                return
 
     def _learn(self, node: Client) -> None:
         self._note(node.send(*SLOTS), node)
