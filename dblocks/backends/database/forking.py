@@ -82,6 +82,7 @@ def forget(connection: Connection) -> None:
 def _forget_ended() -> None:
     """Forget what is closed and was of threads that have ended: nobody opens it."""
     running = sys._current_frames()
+    each: Any
     for each in list(_files):
         if each.connection is None and each._thread_ident not in running:
             forget(each)
