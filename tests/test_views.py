@@ -771,6 +771,25 @@ def test_methods_under_other_names(lock: Any, elsewhere: Lease) -> None:
         assert method(request).status_code == 423
 
 
+def test_function_becomes_a_method(site: Site, lock: Any, elsewhere: Lease) -> None:
+    """A method is known by its class, too, if the function was made outside of it."""
+    locked = lock()(pay)
+
+    class Page(View):
+        get = locked
+        post = pay
+
+    class Outer(View):
+        def get(self, request: HttpRequest) -> Any:
+            return locked(self, request)
+
+    shop = type("Shop", (), {"get": locked})()
+    for view in (Page.as_view(), shop.get):
+        assert site.serve(view).get("/").status_code == 423
+    response = site.serve(Outer.as_view()).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
 def test_class_property(lock: Any) -> None:
     """A property of a class isn't asked for its value by the search for a request."""
 

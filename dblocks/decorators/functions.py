@@ -140,7 +140,7 @@ class _Calls:
         Raises:
             TypeError: The call is a view's, and could be skipped.
         """
-        request = views.request_of(args, self.method)
+        request = views.request_of(args, self.method, self.wrapper)
         if request is None or not views.is_view_call(self.wrapper, request, args):
             return request, None
         if self.skip:

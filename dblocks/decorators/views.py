@@ -52,17 +52,21 @@ def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     return response
 
 
-def request_of(args: tuple[Any, ...], method: str | None) -> HttpRequest | None:
+def request_of(
+    args: tuple[Any, ...], method: str | None, wrapper: Any
+) -> HttpRequest | None:
     """Return a call's first argument, after ``self``, if it is a request.
 
     Args:
         method: What :func:`method_name` says of the function.
+        wrapper: What has replaced the function.
     """
     kinds = _request_types()
-    has_self = bool(method and args and _is_self(args[0], method))
-    for argument in args[: 2 if has_self else 1]:
-        if isinstance(argument, kinds):
-            return argument
+    if args and isinstance(args[0], kinds):
+        return args[0]
+    # Not isinstance(), which would evaluate a lazy object.
+    if len(args) > 1 and issubclass(type(args[1]), kinds):
+        return args[1] if _is_self(args[0], method, wrapper) else None
     return None
 
 
@@ -78,12 +82,16 @@ def _request_types() -> tuple[type[HttpRequest], ...]:
     return (HttpRequest, drf.Request) if drf else (HttpRequest,)
 
 
-def _is_self(value: Any, method: str) -> bool:
+def _is_self(value: Any, method: str | None, wrapper: Any) -> bool:
     """Tell whether a value is the object, or the class, that a method is called on."""
+    kind: type = value if isinstance(value, type) else type(value)
+    if method is None:
+        # A function may become a method after it was decorated.
+        members = (vars(each).values() for each in inspect.getmro(kind))
+        return any(one is wrapper for each in members for one in each)
     if isinstance(value, View):
         return True
     scope, _, name = method.rpartition(".")
-    kind: type = value if isinstance(value, type) else type(value)
     # Not hasattr(), which runs properties.
     return any(
         each.__qualname__ == scope or name in vars(each)
