@@ -909,6 +909,20 @@ def test_async_class(site: Site, key: Any) -> None:
         assert "async" in str(response.exc_info[1])
 
 
+def test_sync_method_of_an_async_class(site: Site, key: str) -> None:
+    """A sync method of such a view isn't async."""
+
+    class Async(View):
+        @transaction_lock(key)
+        def pay(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse("paid")
+
+        async def get(self, request: HttpRequest) -> HttpResponse:
+            return await sync_to_async(self.pay)(request)
+
+    assert site.serve(Async.as_view()).get("/").content == b"paid"
+
+
 def test_in_an_event_loop(key: str) -> None:
     """The sync form inside a running event loop is refused; in a thread it works."""
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.models import User
 from django.contrib.sessions.models import Session
@@ -788,6 +788,25 @@ def test_function_becomes_a_method(site: Site, lock: Any, elsewhere: Lease) -> N
         assert site.serve(view).get("/").status_code == 423
     response = site.serve(Outer.as_view()).get("/")
     assert response.exc_info[0] is LockTimeout
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_sync_method_of_an_async_view(site: Site, lock: Any, atomic: bool) -> None:
+    """A sync method runs in the thread that an async view calls it in."""
+
+    class Page(View):
+        @lock(atomic=atomic)
+        def pay(self, request: HttpRequest) -> bytes:
+            return inside(request).content
+
+        async def get(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse(await sync_to_async(self.pay)(request))
+
+    for ask in (
+        site.serve(Page.as_view()).get,
+        async_to_sync(site.aserve(Page.as_view()).get),
+    ):
+        assert b"inside" in ask("/").content
 
 
 def test_class_property(lock: Any) -> None:

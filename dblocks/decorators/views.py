@@ -21,6 +21,10 @@ from .decoratable import bound_to, layers
 from .templates import clean_note
 
 
+_RETURNS_COROUTINE = ("dispatch", "http_method_not_allowed", "options")
+"""The plain methods of Django's ``View`` that return a coroutine if it is async."""
+
+
 def locked_response(request: HttpRequest, error: LockTimeout) -> HttpResponse:
     """Return the answer 423 Locked, which only says when the holder's lease can end.
 
@@ -124,7 +128,9 @@ def view_note(request: HttpRequest | None) -> str:
 
 
 def is_async_view(function: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether the call is to a method of an async class-based view."""
+    """Tell whether a plain function's call returns an async view's coroutine."""
+    if getattr(function, "__name__", None) not in _RETURNS_COROUTINE:
+        return False
     return getattr(bound_to(View, function, args), "view_is_async", False)
 
 
