@@ -20,7 +20,6 @@ from ..exceptions import LockTimeout
 from .decoratable import bound_to, layers
 from .templates import clean_note
 
-
 _RETURNS_COROUTINE = ("dispatch", "http_method_not_allowed", "options")
 """The plain methods of Django's ``View`` that return a coroutine if it is async."""
 
