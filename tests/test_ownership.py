@@ -14,6 +14,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, current_lease
+from dblocks.backends.database import forking
 from tests.support.fixtures import OtherThread, in_memory, outranks
 from tests.support.processes import in_forked_child
 from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
@@ -463,6 +464,20 @@ def test_leaving_an_inherited_block(lock: Locks, obtainable: Obtainable) -> None
         assert not reached
         assert not obtainable()
         assert lease.held
+
+
+def test_fork_that_waits_for_a_thread(
+    lock: Locks, other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork may need a mutex of a thread's that is about to take a lock."""
+    some_thread = -1
+    monkeypatch.setattr(forking, "PATIENCE", 0.1)
+    monkeypatch.setattr(forking, "_forking", {some_thread})
+    try:
+        assert other.do(lambda: lock().acquire().release()) is True
+    finally:
+        # What it waits for ends, with the test.
+        forking._forking.clear()
 
 
 def test_forked_child_is_another_owner(acquire: Leases, lock: Locks) -> None:

@@ -20,7 +20,11 @@ from ... import clock, forks
 from . import dialects
 
 PATIENCE = 1.0
-"""Seconds for which a fork waits until dblocks' other threads have left SQLite."""
+"""Seconds for which a fork waits until dblocks' other threads have left SQLite.
+
+They wait twice as long for a fork that has begun: it may be waiting for one of them,
+with a mutex of the project's that both need.
+"""
 
 PAUSE = 0.001
 """Seconds between looks at whether a fork is over, or may begin."""
@@ -45,9 +49,12 @@ class Busy(list[Connection]):
         self.everyones[id(self)] = self
 
     def add(self, connection: Connection) -> None:
-        """Note that an operation is under way, once no other thread forks."""
+        """Note an operation under way; in SQLite, once no other thread forks."""
         self.append(connection)
-        while _forking and _forking != {threading.get_ident()}:
+        if not _forking or dialects.known(connection).has_row_locks:
+            return
+        give_up = clock.monotonic() + 2 * PATIENCE
+        while _forking - {threading.get_ident()} and clock.monotonic() < give_up:
             self.remove(connection)
             time.sleep(PAUSE)
             self.append(connection)
