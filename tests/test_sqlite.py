@@ -41,6 +41,7 @@ from dblocks.backends.database import (
     file_locks,
     forking,
     one_writer,
+    own_connections,
     permit_rows,
     several_rows,
     table,
@@ -1499,6 +1500,35 @@ def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
 
     running = other.start(lambda: run(connections["default"], write))
     assert writing.wait(DEADLINE)
+    assert in_forked_child(can_write) is True
+    running.result(timeout=DEADLINE)
+
+
+def test_fork_while_a_connection_is_closed(
+    other: OtherThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one to be closed has the whole file locked, to empty its log."""
+    closing_it = threading.Event()
+    close = SQLite.close
+
+    def slowly(self: SQLite, own: Any) -> None:
+        if own is separate:
+            own.connection.execute("BEGIN EXCLUSIVE")
+            closing_it.set()
+            time.sleep(20 * STEP)
+        close(self, own)
+
+    def can_write() -> bool:
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, isolation_level=None)) as raw:
+            raw.execute("BEGIN IMMEDIATE")
+        return True
+
+    separate = own_connections.separate_connection("default")
+    separate.ensure_connection()
+    monkeypatch.setattr(SQLite, "close", slowly)
+    running = other.start(lambda: own_connections.close(separate))
+    assert closing_it.wait(DEADLINE)
     assert in_forked_child(can_write) is True
     running.result(timeout=DEADLINE)
 

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
@@ -62,6 +63,20 @@ class Busy(list[Connection]):
     def is_in_file(self) -> bool:
         """Tell whether its thread may be in SQLite."""
         return any(not dialects.known(each).has_row_locks for each in self)
+
+
+@contextmanager
+def noted(connection: Connection) -> Iterator[None]:
+    """Have forks wait while a connection is being closed.
+
+    This doesn't wait for a fork itself: the garbage collector may be closing it.
+    """
+    busy = Busy()
+    busy.append(connection)
+    try:
+        yield
+    finally:
+        busy.clear()
 
 
 def in_files(besides: Busy | None = None) -> bool:

@@ -100,7 +100,8 @@ def _open_whole(connection: Connection) -> None:
 def close(connection: Connection) -> None:
     """Close a connection of dblocks' own, or one that would harm a forked child's."""
     _open.discard(connection)
-    _close(connection)
+    with forking.noted(connection):
+        _close(connection)
     forking.forget(connection)
 
 
