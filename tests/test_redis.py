@@ -688,6 +688,7 @@ def test_version_of_the_future(here: Any, key: str, verb: str) -> None:
         ({"LOCATION": "redis://a", "OPTIONS": {"retry": 1}}, "retry can't be set"),
         ({"LOCATION": "redis://a", "OPTIONS": {"protocol": 4}}, "protocol"),
         ({"LOCATION": "redis://a", "OPTIONS": {"protocol": math.inf}}, "OPTIONS"),
+        ({"LOCATION": "redis://a", "OPTIONS": {"socket_timeout": "5"}}, "seconds"),
         ({"LOCATION": "redis://a?decode_responses=1"}, "decode_responses can't"),
         ({"LOCATION": "redis://a", "OPTIONS": {"sentinels": ["a:1"]}}, "OPTIONS"),
         ({"LOCATION": "redis://a", "KEY_PREFIX": "{a}"}, "KEY_PREFIX"),

@@ -404,6 +404,11 @@ def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
     if refused := sorted(fixed.keys() & chosen.keys()):
         raise ValueError(f"{', '.join(refused)} can't be set")
     settings = {**timeouts, **chosen, **fixed}
+    for name in timeouts:
+        if not isinstance(settings[name], int | float | None):
+            raise TypeError(
+                f"{name} must be a number of seconds, not {settings[name]!r}"
+            )
     if "path" not in settings:
         # Not for a Unix socket, which has no keepalive.
         settings.setdefault("socket_keepalive", True)
