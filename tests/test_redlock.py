@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,6 +132,27 @@ def test_minority_is_out_of_reach(
     kept.renew()
     assert kept.release() is True
     assert set(holders(servers[number:], key)) == {""}
+
+
+def test_name_that_resolves_slowly(
+    servers: list[Redis], settings: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A majority doesn't wait for a server that no timeout of a socket gives up."""
+    resolve = socket.getaddrinfo
+
+    def resolve_slowly(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "slow.invalid":
+            time.sleep(scaled(4))
+        return resolve(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_slowly)
+    places = [*(server.url() for server in servers[1:]), "redis://slow.invalid:1/0"]
+    times = {"socket_timeout": 0.5, "socket_connect_timeout": 0.5}
+    use(settings, places, times)
+    with takes(at_most=2 + SLACK):
+        lease = distributed_lock(key, lease=30).acquire(timeout=0)
+    with takes(at_most=2 + SLACK):
+        assert lease.release() is True
 
 
 @pytest.mark.usefixtures("impatient")

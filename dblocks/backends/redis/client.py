@@ -36,6 +36,9 @@ from redis.retry import Retry
 from ... import clock
 from .prelude import Script
 
+TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
+"""The options that say how long a server may take to answer."""
+
 SOCKET_TIMEOUT = 5.0
 """Seconds after which a server that doesn't answer is out of reach, by default."""
 
@@ -128,6 +131,9 @@ class Client:
             raise ImproperlyConfigured(
                 f"DBLOCKS[{alias!r}]: LOCATION {self.name!r} or its OPTIONS: {error}"
             ) from error
+        timeouts = [self._pool.connection_kwargs[name] for name in TIMEOUTS]
+        #: The longest that each step of an answer may take; ``None`` without a limit.
+        self.step = None if None in timeouts else max(timeouts)
         # Connections are in cycles: the garbage collector would warn of their sockets.
         weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
 
@@ -386,9 +392,7 @@ def _name(alias: str, location: str) -> str:
 
 
 def _pool(location: str, options: dict[str, Any]) -> ConnectionPool:
-    timeouts = dict.fromkeys(
-        ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
-    )
+    timeouts = dict.fromkeys(TIMEOUTS, SOCKET_TIMEOUT)
     sentinels = options.pop("sentinels", None)
     sentinel_options = options.pop("sentinel_kwargs", {})
     # redis-py has no types here.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from ... import clock
 from ...permits import row_keys
@@ -34,7 +34,7 @@ from ..values import (
     Request,
     first_free,
 )
-from .client import may_pass
+from .client import TIMEOUTS, may_pass
 from .counted import CountedHolds
 from .server import Server
 from .servers import Servers
@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 SOCKET_TIMEOUT = 0.25
 """Seconds after which a server that doesn't answer is out of reach, by default."""
+
+STEPS = 4
+"""How many such times a majority waits for the other servers."""
 
 RETRY_AFTER = 0.25
 """Seconds, at most, before the servers are asked again after too few answered."""
@@ -75,9 +78,7 @@ class QuorumBackend(Servers):
     has_fencing_tokens = False
     # No server's faults are sat out: a majority without that server is enough.
     patience = 0.0
-    client_options = dict.fromkeys(
-        ("socket_timeout", "socket_connect_timeout"), SOCKET_TIMEOUT
-    )
+    client_options = dict.fromkeys(TIMEOUTS, SOCKET_TIMEOUT)
 
     def __init__(self, alias: str, config: dict[str, Any]) -> None:
         super().__init__(alias, config)
@@ -85,6 +86,8 @@ class QuorumBackend(Servers):
         #: The most servers that may fail, or refuse, while the others are a majority.
         self._spare = len(self._servers) - self._majority
         self._counted = CountedHolds()
+        steps = [server.client.step for server in self._servers]
+        self._others_within = None if None in steps else STEPS * max(steps)
 
     # Asking
 
@@ -121,10 +124,17 @@ class QuorumBackend(Servers):
             except RuntimeError as refusal:
                 # No thread can be started, as when the interpreter ends.
                 future.set_exception(ConnectionError(f"not asked: {refusal}"))
-        wait(asked)
+        done, late = wait(asked, self._others_within)
+        while late and sum(not each.exception() for each in done) < self._majority:
+            more, late = wait(late, self._others_within)
+            done |= more
         answers: dict[Server, T] = {}
         errors: list[RedisError] = []
         for future, server in asked.items():
+            if future in late:
+                # Its name may take long to resolve, which no timeout of a socket ends.
+                errors.append(TimeoutError(f"{server.client.name}: no answer in time"))
+                continue
             error = future.exception()
             if error is None:
                 answers[server] = future.result()
