@@ -1374,6 +1374,18 @@ def test_async_callable_of_an_async_function(key: str) -> None:
         assert async_to_sync(locked)() == "instead"
 
 
+def test_async_callable_of_a_sync_function(key: str) -> None:
+    """Of a sync function it may not: its call would return a coroutine."""
+
+    async def instead(error: LockTimeout) -> None:
+        raise AssertionError
+
+    for on_locked in (instead, partial(instead)):
+        locked = distributed_lock(key, on_locked=on_locked)(key_now)
+        with pytest.raises(TypeError, match=r"on_locked=.* is async, and key_now is"):
+            locked()
+
+
 def enter(lock: Lock) -> None:
     """Take a lock in the block form."""
     with lock:

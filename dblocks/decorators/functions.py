@@ -173,6 +173,7 @@ class LeaseCalls(_Calls):
                 self.timeout = 0
         if lock.atomic:
             self.atomic = "atomic=True"
+        self._asks_async = is_async(lock.on_locked)
 
     def wrap(self) -> Any:
         if not is_async(self.function):
@@ -215,6 +216,7 @@ class LeaseCalls(_Calls):
                     of_view=view is not None and of_view is not None,
                 )
             under = partial(transactions.under, aliases)
+        self._refuse_async_on_locked()
         lock = self._lock_for(self.make_texts(args, kwargs), of_view)
         try:
             lease = lock.acquire(self.timeout)
@@ -249,6 +251,17 @@ class LeaseCalls(_Calls):
         if late is not None:
             late.warn(response)
         return response
+
+    def _refuse_async_on_locked(self) -> None:
+        """Raise if a sync call that is locked out would return a coroutine.
+
+        Not when decorated: the ``dispatch`` of an async class looks like a function.
+        """
+        if self._asks_async:
+            raise TypeError(
+                f"on_locked={self.lock.on_locked!r} is async, and {self.name} is sync: "
+                f"its call would return a coroutine. Give a plain function."
+            )
 
     def _lock_for(self, made: CallText, of_view: HttpRequest | None) -> Lock[Any]:
         keys, note, templates = made
