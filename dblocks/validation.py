@@ -245,6 +245,11 @@ def flag(name: str, value: object) -> bool:
 
 def on_locked(value: object) -> OnLocked:
     """Return what a decorated call does when the wait ran out."""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        raise TypeError(
+            f"on_locked={value!r} is an exception, which a call would return and not "
+            f"raise: give a function that raises it"
+        )
     if value is None or value == "raise" or value == "skip" or callable(value):
         return value
     kind = ValueError if isinstance(value, str) else TypeError

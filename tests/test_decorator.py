@@ -19,7 +19,11 @@ from unittest import mock
 import django
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
+from django.core.exceptions import (
+    ImproperlyConfigured,
+    PermissionDenied,
+    SynchronousOnlyOperation,
+)
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connection, transaction
@@ -1384,6 +1388,13 @@ def test_async_callable_of_a_sync_function(key: str) -> None:
         locked = distributed_lock(key, on_locked=on_locked)(key_now)
         with pytest.raises(TypeError, match=r"on_locked=.* is async, and key_now is"):
             locked()
+
+
+@pytest.mark.parametrize("error", [PermissionDenied, KeyboardInterrupt])
+def test_exception_as_the_callable(error: type[BaseException]) -> None:
+    """A call would return an exception's instance; whoever names one means to raise."""
+    with pytest.raises(TypeError, match=r"on_locked=.*'.* raises it"):
+        distributed_lock("k", on_locked=error)
 
 
 def enter(lock: Lock) -> None:
