@@ -511,6 +511,29 @@ def test_none(template: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{value}", object()),
+        ("{value}", [object()]),
+        ("{value.upper}", "a method"),
+        ("{value}", lambda: "function"),
+        ("{value}", (number for number in [1])),
+    ],
+    ids=["object", "list", "method", "function", "generator"],
+)
+def test_address(template: str, value: Any) -> None:
+    """An object without a text is refused: nobody else would have the same key."""
+    locked = distributed_lock("job:" + template)(lambda value: key_now())
+    with pytest.raises(InvalidKey, match=r"'job:\{value.*address, .* at 0x\w+>"):
+        locked(value)
+
+
+def test_text_like_an_address(key: str) -> None:
+    """A text may say what it likes."""
+    assert distributed_lock("{text}")(lambda text: key_now())("<a at 0x1>")
+
+
+@pytest.mark.parametrize(
     ("template", "kind", "words"),
     [
         ("{value.user.pk}", AttributeError, "'dict' object has no attribute 'user'"),

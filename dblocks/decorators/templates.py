@@ -27,6 +27,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+_ADDRESS = re.compile(" at 0x[0-9A-Fa-f]+>")
+"""What Python shows of an object that has no text of its own."""
+
+
 class CallText(NamedTuple):
     """The keys and the note of one call.
 
@@ -241,6 +245,16 @@ class _Key(_Maker):
                 f"one lock"
             )
         return value, first
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        text: str = super().format_field(value, format_spec)
+        if not isinstance(value, str | int) and _ADDRESS.search(text):
+            raise InvalidKey(
+                f"the key's template {self.text!r} of {self.function}() shows an "
+                f"object's address, {text}: no two calls would share a lock. Name an "
+                f"attribute that tells the object, such as its id"
+            )
+        return text
 
 
 class _Note(_Maker):
