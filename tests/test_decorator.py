@@ -528,6 +528,13 @@ def test_address(template: str, value: Any) -> None:
         locked(value)
 
 
+def test_lazy_translation() -> None:
+    """A translation is refused: who has another language would have another key."""
+    locked = distributed_lock("{text}")(lambda text: key_now())
+    with pytest.raises(InvalidKey, match=r"\{text\} .* lazy text"):
+        locked(gettext_lazy("Yes"))
+
+
 def test_text_like_an_address(key: str) -> None:
     """A text may say what it likes."""
     assert distributed_lock("{text}")(lambda text: key_now())("<a at 0x1>")

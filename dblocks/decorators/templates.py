@@ -244,6 +244,12 @@ class _Key(_Maker):
                 f"{self.function}() is None: all calls without a value would share "
                 f"one lock"
             )
+        if isinstance(value, Promise):
+            raise InvalidKey(
+                f"the field {{{field_name}}} of the key's template {self.text!r} of "
+                f"{self.function}() is a lazy text, such as a translation: callers in "
+                f"two languages would have two locks"
+            )
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> str:
