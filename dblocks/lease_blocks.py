@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dblocks")
 
-sync_only = async_unsafe(
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Typed here, because Django itself has no types.
+sync_only: Callable[[F], F] = async_unsafe(
     "A lock's sync form was used inside a running event loop; use its async twin: "
     "async with, aacquire(), atry_acquire(), alocked(), arenew(), arelease()."
 )
