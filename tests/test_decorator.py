@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial, update_wrapper, wraps
+from functools import cache, cached_property, lru_cache, partial, update_wrapper, wraps
 from threading import Event, get_ident
 from typing import Any
 from unittest import mock
@@ -1115,11 +1115,29 @@ def bare_class_method(form: Any) -> None:
             """Do nothing."""
 
 
+def bare_property(form: Any) -> None:
+    class Job:
+        @form
+        @property
+        def state(self) -> None:
+            """Do nothing."""
+
+
+def bare_cached_property(form: Any) -> None:
+    class Job:
+        @form
+        @cached_property
+        def state(self) -> None:
+            """Do nothing."""
+
+
 def bare_view_class(form: Any) -> None:
     form(View.as_view())
 
 
 BARE = [
+    bare_property,
+    bare_cached_property,
     bare_cached_function,
     bare_static_method,
     bare_class_method,

@@ -105,7 +105,9 @@ def _is_bare(key: object, caller: FrameType) -> bool:
     named = list(caller.f_locals.values())
     if any(value is key for value in named):
         return False
-    if isinstance(key, (staticmethod, classmethod)):
+    # A class method, a property, a partialmethod: what only the body of a class has.
+    descriptor = not callable(key) and hasattr(key, "__get__")
+    if descriptor or isinstance(key, staticmethod):
         return True
     # What as_view() and REST framework's api_view() make.
     views = [getattr(key, name, None) for name in ("view_class", "cls")]
