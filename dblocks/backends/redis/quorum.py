@@ -86,8 +86,10 @@ class QuorumBackend(Servers):
         #: The most servers that may fail, or refuse, while the others are a majority.
         self._spare = len(self._servers) - self._majority
         self._counted = CountedHolds()
-        steps = [server.client.step for server in self._servers]
-        self._others_within = None if None in steps else STEPS * max(steps)
+        steps = [step for server in self._servers if (step := server.client.step)]
+        all_have_one = len(steps) == len(self._servers)
+        #: Seconds for which a majority waits for the others; ``None`` without a limit.
+        self._others_within = STEPS * max(steps) if all_have_one else None
 
     # Asking
 
