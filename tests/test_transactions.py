@@ -381,6 +381,20 @@ def test_forked_child_is_in_no_transaction(committed: None) -> None:
         assert in_forked_child(lambda: transactions.caller() is None) is True
 
 
+@pytest.mark.usefixtures("locks_beside")
+def test_release_in_a_forked_child(key: str) -> None:
+    """A child of a transaction's releases at once: it would never see the end."""
+
+    def child() -> bool:
+        with distributed_lock(key):
+            pass
+        return distributed_lock(key).locked()
+
+    with transaction.atomic():
+        connection.ensure_connection()
+        assert in_forked_child(child) is False
+
+
 def test_task_that_outlives_the_transaction(
     acquire: Leases, taken: Callable[[], bool]
 ) -> None:
