@@ -83,6 +83,10 @@ class Lock(Generic[L]):
         self._templates: Mapping[str, str] = {}
         self._is_one = len(self.keys) == 1
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Nobody has entered a copy, such as the one that a spawned process gets.
+        return {**vars(self), "_entered": []}
+
     def __repr__(self) -> str:
         keys = ", ".join(map(repr, self.keys))
         permits = f" permits={self.permits}" if self.permits > 1 else ""

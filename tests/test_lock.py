@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pickle
@@ -176,9 +177,25 @@ def test_message_without_a_timeout() -> None:
 )
 def test_errors_travel_between_processes(error: LockError) -> None:
     """A worker's error reaches the process that waits for its result, whole."""
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert (str(copy), vars(copy)) == (str(error), vars(error))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda lock: pickle.loads(pickle.dumps(lock))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copy_of_a_lock_in_use(lock: Locks, copied: Callable[[Lock], Lock]) -> None:
+    """It is a lock like any other, as a spawned process gets it."""
+    with (first := lock()) as lease:
+        second = copied(first)
+        with second as inner:
+            assert inner.owner == lease.owner
+        with pytest.raises(RuntimeError, match="not entered"):
+            second.__exit__(None, None, None)
+        assert lease.held
 
 
 def test_timeout_none_waits_on(
