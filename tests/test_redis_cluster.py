@@ -28,7 +28,7 @@ from dblocks.conf import backends
 from tests.support.fixtures import OtherThread
 from tests.support.processes import resume, stop
 from tests.support.services import HOST, Redis
-from tests.support.timing import DEADLINE, SLACK, eventually, takes
+from tests.support.timing import DEADLINE, SLACK, always, eventually, scaled, takes
 from tests.test_redis import BACKEND, GRACE, token_of
 
 pytestmark = [pytest.mark.engine("redis"), pytest.mark.timeout(90)]
@@ -518,6 +518,19 @@ def test_all_nodes_are_silent(cluster: Cluster, settings: Any, key: str) -> None
         with takes(at_most=3 + SLACK), pytest.raises(RedisError):
             distributed_lock(key).try_acquire()
     assert token_of(key)
+
+
+def test_leases_beside_a_silent_node(cluster: Cluster, keys: list[str]) -> None:
+    """They are renewed while it hangs, though the socket hangs longer than they last."""
+    length = scaled(3)
+    leases = [distributed_lock(key, lease=length).acquire(timeout=0) for key in keys]
+    stop(cluster.nodes[1].pid)
+    try:
+        eventually(lambda: not leases[1].held, what="the loss")
+        always(lambda: leases[0].held and leases[2].held, during=length)
+    finally:
+        resume(cluster.nodes[1].pid)
+    assert [lease.release() for lease in leases] == [True, False, True]
 
 
 def test_node_restarts(cluster: Cluster, keys: list[str], threads: Threads) -> None:

@@ -312,14 +312,15 @@ class Client:
         parts: Sequence[Part],
         *,
         patience: float = 0.0,
-        alone: bool = False,
+        others_within: float | None = None,
     ) -> Sequence[Any]:
         """Run a script for several locks; return its answer for each.
 
         Args:
             head: Arguments that come before those of the locks.
-            alone: In a cluster, ask for each lock by itself, and be content if some
-                answer; the others' answers are ``None``.
+            others_within: In a cluster, ask for each lock by itself, and be content if
+                some nodes answer, and others don't in so many seconds; the answers
+                that are missing are ``None``.
         """
         if len(parts) == 1:
             ((names, rest),) = parts

@@ -11,9 +11,11 @@ So no lock is ever in two places.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -29,6 +31,7 @@ from redis.exceptions import (
 )
 
 from ... import clock
+from ...workers import Workers
 from .client import (
     PATIENCE,
     UNREACHABLE,
@@ -41,11 +44,15 @@ from .client import (
 )
 from .prelude import Script
 
+T = TypeVar("T")
+
 SLOTS = ("CLUSTER", "SLOTS")
 
 REDIRECTS = 5
 """Redirects that one attempt follows: while a slot moves, two nodes may each name the
 other."""
+
+workers = Workers("dblocks-cluster")
 
 
 class Address(NamedTuple):
@@ -97,7 +104,7 @@ class ClusterClient(Client):
         parts: Sequence[Part],
         *,
         patience: float = 0.0,
-        alone: bool = False,
+        others_within: float | None = None,
     ) -> Sequence[Any]:
         if not self._owners:
             try:
@@ -107,30 +114,51 @@ class ClusterClient(Client):
                 pass
         groups: dict[int, list[int]] = {}
         for index, (names, _) in enumerate(parts):
-            groups.setdefault(index if alone else _slot(names[0]), []).append(index)
-        answers: list[Any] = [None] * len(parts)
-        error = None
-        failed: set[Client] = set()
-        give_up = clock.monotonic() + patience
+            group = _slot(names[0]) if others_within is None else index
+            groups.setdefault(group, []).append(index)
+        shares: dict[Client, list[list[int]]] = {}
         for indexes in groups.values():
             node = self.at(parts[indexes[0]][0][0])
-            if node in failed:
-                continue
+            shares.setdefault(node, []).append(indexes)
+        answers: list[Any] = [None] * len(parts)
+        give_up = clock.monotonic() + patience
+        ask = partial(self._ask, script, head, parts, answers, give_up)
+        if others_within is None or len(shares) == 1:
+            errors = [ask(share) for share in shares.values()]
+        else:
+            errors = _side_by_side(ask, shares.values(), others_within)
+        error = next(filter(None, errors), None)
+        is_content = others_within is not None and any(x is not None for x in answers)
+        if error is not None and not is_content:
+            raise error
+        # A copy: what comes later comes too late.
+        return list(answers)
+
+    def _ask(
+        self,
+        script: Script,
+        head: Sequence[Argument],
+        parts: Sequence[Part],
+        answers: list[Any],
+        give_up: float,
+        share: list[list[int]],
+    ) -> RedisError | None:
+        """Fill in a node's answers; return its first error."""
+        error = None
+        for indexes in share:
             left = max(0.0, give_up - clock.monotonic())
             group = [parts[index] for index in indexes]
             try:
                 found = super().run_all(script, head, group, patience=left)
             except RedisError as each:
-                # The other nodes' locks must not suffer from it.
+                # The other locks must not suffer from it.
                 error = error or each
                 if isinstance(each, UNREACHABLE):
-                    failed.add(node)
+                    break
             else:
                 for index, answer in zip(indexes, found or (), strict=False):
                     answers[index] = answer
-        if error is not None and not (alone and any(a is not None for a in answers)):
-            raise error
-        return answers
+        return error
 
     def _run(
         self,
@@ -241,6 +269,38 @@ class ClusterClient(Client):
         if url.scheme == "unix":
             url = url._replace(scheme="redis", path="")
         return url.geturl()
+
+
+def _side_by_side(
+    ask: Callable[[T], RedisError | None], shares: Iterable[T], others_within: float
+) -> list[RedisError | None]:
+    """Ask all nodes at the same time; return their errors.
+
+    Once one has answered, the others have no more than the given seconds.
+    """
+    asked: list[Future[RedisError | None]] = []
+    for share in shares:
+        future: Future[RedisError | None] = Future()
+        try:
+            workers.start(partial(_answer, future, ask, share))
+        except RuntimeError:
+            # No thread can be started.
+            _answer(future, ask, share)
+        asked.append(future)
+    done, late = wait(asked, others_within)
+    while late and all(each.result() for each in done):
+        more, late = wait(late, return_when=FIRST_COMPLETED)
+        done |= more
+    return [each.result() for each in done]
+
+
+def _answer(
+    future: Future[RedisError | None], ask: Callable[[T], RedisError | None], share: T
+) -> None:
+    try:
+        future.set_result(ask(share))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _slot(name: str) -> int:

@@ -49,6 +49,9 @@ SHORT = 0.05
 LATE = 0.25
 """Seconds by which the server may end a wait too late."""
 
+OTHERS_WITHIN = 5
+"""The part of a lease for which renewals on one node wait for those on others."""
+
 SLACK = 1.0
 """Seconds for which a waiter counts as alive after it should have asked again."""
 
@@ -170,7 +173,10 @@ class Server:
                 ([self.row(grant.key)], [grant.owner, _mark(grant), _micro(lease)])
                 for grant, lease in batch
             ]
-            answers = self.client.run_all(scripts.RENEW, [count], parts, alone=True)
+            within = min(lease for _, lease in batch) / OTHERS_WITHIN
+            answers = self.client.run_all(
+                scripts.RENEW, [count], parts, others_within=within
+            )
             for (grant, _), answer in zip(batch, answers, strict=True):
                 if answer in (1, 2):
                     renewed.extended.add(grant)
