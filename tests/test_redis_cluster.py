@@ -517,11 +517,10 @@ def test_all_nodes_are_silent(cluster: Cluster, settings: Any, key: str) -> None
             stack.callback(resume, node.pid)
         with takes(at_most=3 + SLACK), pytest.raises(RedisError):
             distributed_lock(key).try_acquire()
-    assert token_of(key)
 
 
 def test_leases_beside_a_silent_node(cluster: Cluster, keys: list[str]) -> None:
-    """They are renewed while it hangs, though the socket hangs longer than they last."""
+    """They are renewed while it hangs, for longer than they last."""
     length = scaled(3)
     leases = [distributed_lock(key, lease=length).acquire(timeout=0) for key in keys]
     stop(cluster.nodes[1].pid)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from django.db import (
@@ -1464,9 +1465,13 @@ def test_fork_beside_a_thread_that_uses_the_file(
     assert in_forked_child(lambda: connection.connection is not None) is True
 
 
-def test_fork_after_a_thread_that_used_the_file() -> None:
+def test_fork_after_a_thread_that_used_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It has closed its connection and ended: it has nothing of SQLite's any more."""
     connection.ensure_connection()
+    # Apart from what threads of other tests may have left open.
+    monkeypatch.setattr(forking, "_files", WeakSet([connections["default"]]))
 
     def use() -> None:
         DistributedLock.objects.exists()
