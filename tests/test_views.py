@@ -834,6 +834,34 @@ def test_static_helper(lock: Any, elsewhere: Lease) -> None:
         Shop.pay("order", RequestFactory().get("/"))
 
 
+@pytest.mark.parametrize("async_view", [False, True], ids=["sync", "async"])
+def test_method_as_a_helper(
+    site: Site, lock: Any, elsewhere: Lease, async_view: bool
+) -> None:
+    """So does a method that a view calls itself: its caller isn't Django."""
+
+    class Page(View):
+        @lock()
+        def pay(self, request: HttpRequest) -> HttpResponse:
+            return inside(request)
+
+        def get(self, request: HttpRequest) -> HttpResponse:
+            assert self.pay(request)
+            return HttpResponse("done")
+
+    class Async(View):
+        @lock()
+        async def pay(self, request: HttpRequest) -> HttpResponse:
+            return inside(request)
+
+        async def get(self, request: HttpRequest) -> HttpResponse:
+            assert await self.pay(request)
+            return HttpResponse("done")
+
+    response = site.serve((Async if async_view else Page).as_view()).get("/")
+    assert response.exc_info[0] is LockTimeout
+
+
 def test_class_as_a_helper_of_a_class(site: Site, lock: Any, elsewhere: Lease) -> None:
     """So does a class-based view that another one calls."""
     helper = on_class(Plain, lock())

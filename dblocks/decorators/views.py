@@ -143,11 +143,23 @@ def is_view_call(wrapper: Any, request: HttpRequest, args: tuple[Any, ...]) -> b
     kind = getattr(target, "view_class", None) or getattr(target, "cls", None)
     view = bound_to(View, function, args)
     if view is not None:
-        return kind is not None and isinstance(view, kind)
+        leads_here = kind is not None and isinstance(view, kind)
+        return leads_here and _is_handler(view, function)
     if is_below_api_view(wrapper, match):
         return True
     method = getattr(getattr(function, "func", None), "__func__", None)
     return any(layer is function or layer is method for layer in layers(target))
+
+
+def _is_handler(view: View, function: Any) -> bool:
+    """Tell whether Django calls a view's method; else the view's own code does."""
+    names = ("dispatch", "http_method_not_allowed", *view.http_method_names)
+    if getattr(function, "__name__", None) in names:
+        return True
+    # An action of REST framework has a name of its own.
+    own = [*layers(function)]
+    handlers = (getattr(view, name, None) for name in names)
+    return any(x is one for each in handlers for x in layers(each) for one in own)
 
 
 def is_below_api_view(wrapper: Any, match: ResolverMatch | None) -> bool:
