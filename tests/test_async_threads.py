@@ -14,7 +14,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db.backends.utils import CursorWrapper
 
-from dblocks import Lease, Lock, distributed_lock, signals
+from dblocks import Lease, Lock, LockTimeout, distributed_lock, signals
 from dblocks.backends.database import dialects
 from dblocks.conf import backends
 from dblocks.permits import row_keys
@@ -126,6 +126,36 @@ async def enter(lock: Lock) -> None:
             pass
 
     await soon(block(), "the block")
+
+
+async def instead(error: LockTimeout) -> str:
+    """Answer in the place of a function that is locked out."""
+    return "instead"
+
+
+@pytest.mark.parametrize(
+    ("on_locked", "answer"), [(None, "raised"), ("skip", None), (instead, "instead")]
+)
+def test_locked_out(lock: Locks, on_locked: Any, answer: Any) -> None:
+    """A decorated call that is locked out is told so beside sync code, too."""
+
+    @lock(timeout=0, on_locked=on_locked)
+    async def job() -> str:
+        return "ran"
+
+    async def call() -> Any:
+        try:
+            return await job()
+        except LockTimeout:
+            return "raised"
+
+    async def main() -> None:
+        lease = await lock(owner="somebody else").aacquire(timeout=0)
+        async with occupied():
+            assert await soon(call(), "the call") == answer
+        assert await lease.arelease() is True
+
+    run(main())
 
 
 async def renew(lock: Lock) -> None:

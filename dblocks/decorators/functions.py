@@ -241,10 +241,7 @@ class LeaseCalls(_Calls):
         try:
             lease = await lock.aacquire(self.timeout)
         except LockTimeout as error:
-            # In a thread: a project's 423.html may query the database for the user.
-            locked_out = sync_to_async(self._locked_out)
-            answer = await locked_out(error, args, kwargs, of_view)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await self._alocked_out(error, args, kwargs, of_view)
         late = LateWork.of(of_view, self.name)
         async with lease:
             response = await self.function(*args, **kwargs)
@@ -285,6 +282,24 @@ class LeaseCalls(_Calls):
         if on_locked == "raise" or of_view is None:
             raise_again(self.function, args, error)
         return views.locked_response(of_view, error)
+
+    async def _alocked_out(
+        self,
+        error: LockTimeout,
+        args: Args,
+        kwargs: Kwargs,
+        of_view: HttpRequest | None,
+    ) -> Any:
+        """Do the same for async code."""
+        on_locked, asked = self.lock.on_locked, (error, args, kwargs, of_view)
+        # A project's callable, and its 423.html, may query the database. All else
+        # doesn't wait for asgiref's thread, whose sync code may wait for this task.
+        is_answer = of_view is not None and on_locked is None
+        if is_answer or (callable(on_locked) and not self._asks_async):
+            answer = await sync_to_async(self._locked_out)(*asked)
+        else:
+            answer = self._locked_out(*asked)
+        return await answer if inspect.isawaitable(answer) else answer
 
 
 class RowCalls(_Calls):
