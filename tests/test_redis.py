@@ -708,6 +708,15 @@ def test_bad_settings(settings: Any, config: dict[str, Any], named: str) -> None
     assert "cret" not in text
 
 
+def test_settings_that_fail_when_used(settings: Any, committed: None, key: str) -> None:
+    """What shows only in connecting is an error of the engine that names them."""
+    use(settings, f"redis://{'a' * 64}/0")
+    with pytest.raises(RedisError, match="LOCATION .* or its OPTIONS"):
+        distributed_lock(key, timeout=DEADLINE).acquire()
+    (message,) = found()
+    assert message.id == "dblocks.W011"
+
+
 @pytest.mark.parametrize(
     "location",
     ["redis://a/", "redis://a/15/", "redis://:a%2Cb%3B@a/1", "unix:///run/redis.sock"],

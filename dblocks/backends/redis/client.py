@@ -229,6 +229,11 @@ class Client:
                 if isinstance(error, ResponseError):
                     # A busy server refuses to choose a database.
                     raise meant(error) from None
+                if isinstance(error, TypeError | ValueError):
+                    raise RedisError(
+                        f"DBLOCKS[{self.alias!r}]: LOCATION {self.name!r} or its "
+                        f"OPTIONS can't be used: {error}"
+                    ) from None
                 raise
             if is_news:
                 return connection
