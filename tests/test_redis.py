@@ -711,7 +711,7 @@ def test_bad_settings(settings: Any, config: dict[str, Any], named: str) -> None
 def test_settings_that_fail_when_used(settings: Any, committed: None, key: str) -> None:
     """What shows only in connecting is an error of the engine that names them."""
     use(settings, f"redis://{'a' * 64}/0")
-    with pytest.raises(RedisError, match="LOCATION .* or its OPTIONS"):
+    with pytest.raises(RedisError, match=r"LOCATION .* or its OPTIONS"):
         distributed_lock(key, timeout=DEADLINE).acquire()
     (message,) = found()
     assert message.id == "dblocks.W011"
