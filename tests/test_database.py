@@ -25,7 +25,8 @@ from dblocks.models import DistributedLock
 from dblocks.test import move_clock
 from dblocks.waiting.attempt import Attempt
 from tests.support.factories import LockFactory, let_expire, now, stored
-from tests.support.fixtures import OtherThread
+from tests.support.fixtures import OtherThread, in_memory
+from tests.support.processes import in_forked_child
 from tests.support.timing import DEADLINE, SLACK, eventually, scaled, takes
 
 pytestmark = [pytest.mark.usefixtures("committed"), pytest.mark.database_backend]
@@ -48,6 +49,20 @@ def test_two_statements_and_no_begin(key: str) -> None:
     assert not [
         sql for sql in sent if re.match(r"BEGIN|COMMIT|SAVEPOINT", sql, re.IGNORECASE)
     ]
+
+
+def test_child_of_a_database_in_memory(key: str) -> None:
+    """It has a copy, which it uses as its parent uses the original."""
+    if not in_memory():
+        pytest.skip("about a database in memory")
+    distributed_lock(key).acquire().release()
+
+    def statements() -> int:
+        with CaptureQueriesContext(connection) as queries, distributed_lock(key):
+            pass
+        return len(queries)
+
+    assert in_forked_child(statements) == statements() == 2
 
 
 def test_statements_find_their_rows_by_the_primary_key(key: str) -> None:

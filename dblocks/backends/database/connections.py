@@ -77,12 +77,16 @@ _inherited: list[object] = []
 def is_alone(connection: Any) -> bool:
     """Tell whether another connection can't see what this one sees."""
     dialect = dialects.of(connection)
-    shared = dialect.has_row_locks or not connection.is_in_memory_db()
     return (
-        not shared
+        _is_in_memory(connection)
         or transactions.in_test_case(connection)
         or (connection.in_atomic_block and dialect.keeps_readers_out(connection))
     )
+
+
+def _is_in_memory(connection: Any) -> bool:
+    is_on_server = dialects.known(connection).has_row_locks
+    return not is_on_server and bool(connection.is_in_memory_db())
 
 
 @contextmanager
@@ -370,7 +374,8 @@ def run_in_transaction(using: str, act: Callable[[Connection], T]) -> T:
 def _after_fork_in_child() -> None:
     _thread.__init__()  # type: ignore[misc]
     for connection in connections.all(initialized_only=True):
-        if connection.connection is not None:
+        # A database in memory was copied, connections and all.
+        if connection.connection is not None and not _is_in_memory(connection):
             _inherited.append(connection.connection)
             _thread.unusable[connection.alias] = connection.connection
 
