@@ -528,6 +528,21 @@ def test_address(template: str, value: Any) -> None:
         locked(value)
 
 
+@pytest.mark.parametrize(
+    ("template", "error"), [("{value:02d}", ValueError), ("{value:>5}", TypeError)]
+)
+@pytest.mark.parametrize("part", ["key", "note"])
+def test_value_that_cant_be_formatted(
+    template: str, error: type[Exception], part: str
+) -> None:
+    """The error names the template."""
+    texts = {"note": template} if part == "note" else {}
+    lock = distributed_lock("key" if texts else template, **texts)
+    value = "text" if error is ValueError else [1]
+    with pytest.raises(error, match=rf"doesn't fit the {part}'s template '\{{value:"):
+        lock(lambda value: key_now())(value)
+
+
 def test_lazy_translation() -> None:
     """A translation is refused: who has another language would have another key."""
     locked = distributed_lock("{text}")(lambda text: key_now())

@@ -202,6 +202,16 @@ class _Maker(string.Formatter):
                 f"{type(error).__name__}: {error}"
             ) from error
 
+    def format_field(self, value: Any, format_spec: str) -> str:
+        try:
+            return str(super().format_field(value, format_spec))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"{value!r} doesn't fit the {self.name}'s template {self.text!r} of "
+                f"{self.function}(): {error}"
+            ) from error
+
     def check_fields(self, signature: inspect.Signature) -> None:
         """Raise ``TypeError`` for a field that no argument can fill."""
         parameters, name = signature.parameters, self.function
@@ -253,7 +263,7 @@ class _Key(_Maker):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        text: str = super().format_field(value, format_spec)
+        text = super().format_field(value, format_spec)
         if not isinstance(value, str | int) and _ADDRESS.search(text):
             raise InvalidKey(
                 f"the key's template {self.text!r} of {self.function}() shows an "
