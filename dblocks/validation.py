@@ -40,6 +40,10 @@ class Unset:
     def __repr__(self) -> str:
         return "…"  # in signatures: timeout=…
 
+    def __reduce__(self) -> str:
+        # A copy, such as that of a lock for a spawned process, has this very object.
+        return "UNSET"
+
 
 UNSET: Any = Unset()
 

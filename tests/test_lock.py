@@ -182,11 +182,25 @@ def test_errors_travel_between_processes(error: LockError) -> None:
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-@pytest.mark.parametrize(
+copies = pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, lambda lock: pickle.loads(pickle.dumps(lock))],
     ids=["copy", "deepcopy", "pickle"],
 )
+
+
+@copies
+def test_copy_that_skips(
+    lock: Locks, other: OtherThread, copied: Callable[[Lock], Lock]
+) -> None:
+    """It doesn't wait either."""
+    lease = other.do(lock().acquire)
+    with takes(at_most=SLACK):
+        assert copied(lock(on_locked="skip"))(lambda: "ran")() is None
+    other.do(lease.release)
+
+
+@copies
 def test_copy_of_a_lock_in_use(lock: Locks, copied: Callable[[Lock], Lock]) -> None:
     """It is a lock like any other, as a spawned process gets it."""
     with (first := lock()) as lease:
