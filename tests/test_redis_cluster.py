@@ -15,6 +15,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 from redis.exceptions import (
     ClusterDownError,
+    NoPermissionError,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -530,6 +531,17 @@ def test_leases_beside_a_silent_node(cluster: Cluster, keys: list[str]) -> None:
     finally:
         resume(cluster.nodes[1].pid)
     assert [lease.release() for lease in leases] == [True, False, True]
+
+
+def test_no_right_to_the_map(cluster: Cluster, settings: Any, keys: list[str]) -> None:
+    """That is an error at the first redirect, lest a list lack other nodes' locks."""
+    few = "ACL", "SETUSER", "few", "on", "nopass", "~*", "&*", "+@all", "-cluster"
+    for node in cluster.nodes:
+        node.inside.execute_command(*few)
+    options = {"username": "few", "password": "any", "protocol": 2}
+    settings.DBLOCKS = {"default": {**settings.DBLOCKS["default"], "OPTIONS": options}}
+    with pytest.raises(NoPermissionError):
+        distributed_lock(keys[1]).try_acquire()
 
 
 def test_node_restarts(cluster: Cluster, keys: list[str], threads: Threads) -> None:

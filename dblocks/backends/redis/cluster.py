@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from redis.exceptions import (
     ClusterCrossSlotError,
     ClusterDownError,
     MovedError,
+    NoPermissionError,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -212,8 +212,13 @@ class ClusterClient(Client):
         has_moved = isinstance(error, MovedError)
         if has_moved:
             # The node that redirects is in reach, and has the new map.
-            with suppress(RedisError):
+            try:
                 self._learn(node)
+            except NoPermissionError:
+                # Without the map, one node's locks would pass for all of them.
+                raise
+            except RedisError:
+                pass
         return self._node(owner), not has_moved
 
     def _refresh(self, without: Client | None = None) -> None:
