@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import pytest
 from django.db import (
@@ -1471,7 +1471,8 @@ def test_fork_after_a_thread_that_used_the_file(
     """It has closed its connection and ended: it has nothing of SQLite's any more."""
     connection.ensure_connection()
     # Apart from what threads of other tests may have left open.
-    monkeypatch.setattr(forking, "_files", WeakSet([connections["default"]]))
+    mine = connections["default"]
+    monkeypatch.setattr(forking, "_files", WeakValueDictionary({id(mine): mine}))
 
     def use() -> None:
         DistributedLock.objects.exists()
@@ -1506,6 +1507,32 @@ def test_fork_while_a_renewal_writes(other: OtherThread) -> None:
     running = other.start(lambda: run(connections["default"], write))
     assert writing.wait(DEADLINE)
     assert in_forked_child(can_write) is True
+    running.result(timeout=DEADLINE)
+
+
+def test_fork_while_connections_come_and_go(other: OtherThread) -> None:
+    """Looking for those of ended threads doesn't fail, or no fork would wait."""
+    made = [own_connections.separate_connection("default") for _ in range(300)]
+    for each in made:
+        forking._note(each)
+    over = threading.Event()
+
+    def open_and_close() -> None:
+        while not over.is_set():
+            forking.forget(made[0])
+            forking._note(made[0])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        running = other.start(open_and_close)
+        for _ in range(300):
+            forking._forget_ended()
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        for each in made:
+            own_connections.close(each)
     running.result(timeout=DEADLINE)
 
 

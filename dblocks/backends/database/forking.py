@@ -34,7 +34,7 @@ PAUSE = 0.001
 _forking: set[int] = set()
 
 #: Connections to SQLite, dblocks' own and Django's of all threads.
-_files: weakref.WeakSet[Connection] = weakref.WeakSet()
+_files: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
 
 
 class Busy(list[Connection]):
@@ -90,7 +90,7 @@ def others_use_files(mine: Iterable[Connection]) -> bool:
 
     A connection that isn't open counts: another thread may have been opening it.
     """
-    return not _files <= set(mine)
+    return not {*_files} <= {*map(id, mine)}
 
 
 def forget(connection: Connection) -> None:
@@ -98,15 +98,18 @@ def forget(connection: Connection) -> None:
 
     It may live on until the garbage collector comes.
     """
-    _files.discard(connection)
+    _files.pop(id(connection), None)
 
 
 def _forget_ended() -> None:
     """Forget what is closed and was of threads that have ended: nobody opens it."""
     running = sys._current_frames()
+    # As a list made in one step: other threads open and close connections meanwhile.
     each: Any
-    for each in list(_files):
-        if each.connection is None and each._thread_ident not in running:
+    for each in [ref() for ref in _files.valuerefs()]:
+        if each is None or each.connection is not None:
+            continue
+        if each._thread_ident not in running:
             forget(each)
 
 
@@ -134,7 +137,7 @@ def keep_out(mine: threading.local) -> None:
 
 def _note(connection: Connection, **kwargs: Any) -> None:
     if not dialects.known(connection).has_row_locks:
-        _files.add(connection)
+        _files[id(connection)] = connection
 
 
 connection_created.connect(_note)
