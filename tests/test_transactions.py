@@ -395,6 +395,36 @@ def test_release_in_a_forked_child(key: str) -> None:
         assert in_forked_child(child) is False
 
 
+@pytest.mark.usefixtures("locks_beside")
+def test_transaction_of_a_forked_child(key: str) -> None:
+    """A child that has left the inherited block begins transactions of its own."""
+
+    def child() -> bool:
+        block.__exit__(None, None, None)
+        with transaction.atomic():
+            with distributed_lock(key):
+                pass
+            return distributed_lock(key).locked()
+
+    block = transaction.atomic()
+    with block:
+        connection.ensure_connection()
+        assert in_forked_child(child) is True
+
+
+@pytest.mark.django_db(transaction=False)
+def test_transaction_of_a_test_cases_child(key: str) -> None:
+    """The wrapping transaction of a TestCase doesn't count in a child, either."""
+
+    def child() -> bool:
+        with transaction.atomic(), distributed_lock(key) as lease:
+            lease.guard()
+            return lease.held
+
+    connection.ensure_connection()
+    assert in_forked_child(child) is True
+
+
 def test_task_that_outlives_the_transaction(
     acquire: Leases, taken: Callable[[], bool]
 ) -> None:

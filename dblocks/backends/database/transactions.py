@@ -85,15 +85,14 @@ _caller: ContextVar[Caller | None] = ContextVar("dblocks_caller", default=None)
 
 
 _inherited: list[object] = []
-"""Raw connections on which the parent has a transaction, which ends there."""
+"""The blocks of the parent's transactions, which end there."""
 
 
 def _after_fork_in_child() -> None:
     _thread.__init__()  # type: ignore[misc]
     _caller.set(None)
     for own in connections.all(initialized_only=True):
-        if own.in_atomic_block and own.connection is not None:
-            _inherited.append(own.connection)
+        _inherited.extend(own.atomic_blocks)
 
 
 forks.in_child(_after_fork_in_child)
@@ -125,9 +124,10 @@ def test_case_is_open(alias: str) -> bool:
 
 def in_transaction(connection: Connection) -> bool:
     """Tell whether the caller, apart from a ``TestCase``, has a transaction open."""
-    blocks: list[Any] = connection.atomic_blocks
-    in_own = connection.in_atomic_block and not all(b._from_testcase for b in blocks)
-    return in_own and all(connection.connection is not raw for raw in _inherited)
+    if not connection.in_atomic_block:
+        return False
+    blocks = [b for b in connection.atomic_blocks if not b._from_testcase]
+    return bool(blocks) and blocks[0] not in _inherited
 
 
 def _keeps_open(connection: Connection) -> bool:
