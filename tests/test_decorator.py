@@ -518,8 +518,10 @@ def test_none(template: str, value: Any) -> None:
         ("{value.upper}", "a method"),
         ("{value}", lambda: "function"),
         ("{value}", (number for number in [1])),
+        ("{value!r}", object()),
+        ("{value!s:>99}", [object()]),
     ],
-    ids=["object", "list", "method", "function", "generator"],
+    ids=["object", "list", "method", "function", "generator", "repr", "str"],
 )
 def test_address(template: str, value: Any) -> None:
     """An object without a text is refused: nobody else would have the same key."""
@@ -552,7 +554,7 @@ def test_lazy_translation() -> None:
 
 def test_text_like_an_address(key: str) -> None:
     """A text may say what it likes."""
-    assert distributed_lock("{text}")(lambda text: key_now())("<a at 0x1>")
+    assert distributed_lock("{text}{text!r}")(lambda text: key_now())("<a at 0x1>")
 
 
 @pytest.mark.parametrize(

@@ -262,8 +262,14 @@ class _Key(_Maker):
             )
         return value, first
 
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        converted = super().convert_field(value, conversion)
+        return converted if converted is value else self._shown(value, converted)
+
     def format_field(self, value: Any, format_spec: str) -> str:
-        text = super().format_field(value, format_spec)
+        return self._shown(value, super().format_field(value, format_spec))
+
+    def _shown(self, value: Any, text: str) -> str:
         if not isinstance(value, str | int) and _ADDRESS.search(text):
             raise InvalidKey(
                 f"the key's template {self.text!r} of {self.function}() shows an "
@@ -297,6 +303,9 @@ class _Anything:
         return self
 
     def __format__(self, spec: str) -> str:
+        return ""
+
+    def __repr__(self) -> str:
         return ""
 
 
