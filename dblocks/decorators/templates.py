@@ -205,11 +205,14 @@ class _Maker(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         try:
             return str(super().format_field(value, format_spec))
+        except InvalidKey:
+            raise
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
+            # Without the value, whose repr() may fail as well.
             raise kind(
-                f"{value!r} doesn't fit the {self.name}'s template {self.text!r} of "
-                f"{self.function}(): {error}"
+                f"a {type(value).__name__} doesn't fit the {self.name}'s template "
+                f"{self.text!r} of {self.function}(): {error}"
             ) from error
 
     def check_fields(self, signature: inspect.Signature) -> None:

@@ -83,7 +83,6 @@ _thread = _Thread()
 
 _caller: ContextVar[Caller | None] = ContextVar("dblocks_caller", default=None)
 
-
 _inherited: list[object] = []
 """The blocks of the parent's transactions, which end there."""
 
@@ -126,7 +125,8 @@ def in_transaction(connection: Connection) -> bool:
     """Tell whether the caller, apart from a ``TestCase``, has a transaction open."""
     if not connection.in_atomic_block:
         return False
-    blocks = [b for b in connection.atomic_blocks if not b._from_testcase]
+    all_blocks: list[Any] = connection.atomic_blocks
+    blocks = [block for block in all_blocks if not block._from_testcase]
     return bool(blocks) and blocks[0] not in _inherited
 
 
