@@ -534,14 +534,17 @@ def test_leases_beside_a_silent_node(cluster: Cluster, keys: list[str]) -> None:
 
 
 def test_no_right_to_the_map(cluster: Cluster, settings: Any, keys: list[str]) -> None:
-    """That is an error at the first redirect, lest a list lack other nodes' locks."""
+    """That is an error, even on the key's own node, lest a list lack other locks."""
     few = "ACL", "SETUSER", "few", "on", "nopass", "~*", "&*", "+@all", "-cluster"
     for node in cluster.nodes:
         node.inside.execute_command(*few)
     options = {"username": "few", "password": "any", "protocol": 2}
     settings.DBLOCKS = {"default": {**settings.DBLOCKS["default"], "OPTIONS": options}}
     with pytest.raises(NoPermissionError):
-        distributed_lock(keys[1]).try_acquire()
+        list(backends["default"].entries())
+    for each in keys:
+        with pytest.raises(NoPermissionError):
+            distributed_lock(each).try_acquire()
 
 
 def test_node_restarts(cluster: Cluster, keys: list[str], threads: Threads) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -204,6 +205,8 @@ class ClusterClient(Client):
             except ResponseError as error:
                 if mode is not None or may_pass(meant(error)):
                     raise
+                if isinstance(error, NoPermissionError) and _is_node(connection):
+                    raise
         self._met = True
 
     def _follow(self, node: Client, error: AskError) -> tuple[Client, bool]:
@@ -306,6 +309,14 @@ def _answer(
         future.set_result(ask(share))
     except BaseException as error:
         future.set_exception(error)
+
+
+def _is_node(connection: Any) -> bool:
+    """Tell whether a server that mustn't show the map says that it is in a cluster."""
+    connection.send_packed_command([packed(["INFO", "cluster"])])
+    with suppress(ResponseError):
+        return b"cluster_enabled:1" in connection.read_response()
+    return False
 
 
 def _slot(name: str) -> int:
