@@ -43,7 +43,7 @@ MUTANTS = "tests/faults/test_mutants.py"
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 2, 12
+FEWEST_JOBS, MOST_JOBS = 2, 10
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.

@@ -50,6 +50,7 @@ from dblocks.backends.database import (
 from dblocks.backends.database.connections import run
 from dblocks.backends.database.dialects.sqlite import BusyTimeout, SQLite
 from dblocks.backends.gates import GateClosed
+from dblocks.backends.values import PINNED_GRACE
 from dblocks.conf import backends
 from dblocks.models import DistributedLock
 from dblocks.test import move_clock
@@ -1341,6 +1342,8 @@ def test_set_beside_a_gate_that_somebody_has_entered(key: str) -> None:
     distributed_lock(*keys).acquire().release()
     gate = file_locks.gate_of(connection, keys[0])
     assert gate is not None
+    # Who has the gate of a key that was released just now is about to take it.
+    time.sleep(PINNED_GRACE)
     assert gate.try_enter()
     try:
         assert not distributed_lock(*keys).locked()
