@@ -6,7 +6,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 from . import forks
 
@@ -14,6 +17,8 @@ LINGER = 2.0
 """Seconds for which an idle thread, with its open connections, waits for a call."""
 
 Call = Callable[[], object]
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -49,6 +54,23 @@ class Workers:
             worker.start()
         else:
             worker.calls.put(call)
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function; return the future of its result or its error.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        future: Future[T] = Future()
+        self.start(partial(_fulfil, future, function))
+        return future
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class _Worker(threading.Thread):

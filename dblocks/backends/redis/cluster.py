@@ -283,27 +283,18 @@ def _side_by_side(
     """
     asked: list[Future[RedisError | None]] = []
     for share in shares:
-        future: Future[RedisError | None] = Future()
         try:
-            workers.start(partial(_answer, future, ask, share))
+            future = workers.submit(partial(ask, share))
         except RuntimeError:
             # No thread can be started.
-            _answer(future, ask, share)
+            future = Future()
+            future.set_result(ask(share))
         asked.append(future)
     done, late = wait(asked, others_within)
     while late and all(each.result() for each in done):
         more, late = wait(late, return_when=FIRST_COMPLETED)
         done |= more
     return [each.result() for each in done]
-
-
-def _answer(
-    future: Future[RedisError | None], ask: Callable[[T], RedisError | None], share: T
-) -> None:
-    try:
-        future.set_result(ask(share))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _is_node(connection: Any) -> bool:

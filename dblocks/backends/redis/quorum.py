@@ -56,13 +56,6 @@ DRIFT = 0.01
 workers = Workers("dblocks-redlock")
 
 
-def _answer(future: Future[T], question: Callable[[Server], T], server: Server) -> None:
-    try:
-        future.set_result(question(server))
-    except BaseException as error:
-        future.set_exception(error)
-
-
 def _identity() -> str:
     """Return the identity of a new grant; a later one is greater in this process."""
     return f"{time.monotonic_ns():016x}{os.urandom(8).hex()}"
@@ -119,13 +112,15 @@ class QuorumBackend(Servers):
     def _answers(
         self, question: Callable[[Server], T], servers: Iterable[Server]
     ) -> tuple[dict[Server, T], list[RedisError]]:
-        asked: dict[Future[T], Server] = {Future(): each for each in servers}
-        for future, server in asked.items():
+        asked: dict[Future[T], Server] = {}
+        for server in servers:
             try:
-                workers.start(partial(_answer, future, question, server))
+                future = workers.submit(partial(question, server))
             except RuntimeError as refusal:
                 # No thread can be started, as when the interpreter ends.
+                future = Future()
                 future.set_exception(ConnectionError(f"not asked: {refusal}"))
+            asked[future] = server
         done, late = wait(asked, self._others_within)
         while late and sum(not each.exception() for each in done) < self._majority:
             more, late = wait(late, self._others_within)
