@@ -241,7 +241,12 @@ class LeaseCalls(_Calls):
         try:
             lease = await lock.aacquire(self.timeout)
         except LockTimeout as error:
-            return await self._alocked_out(error, args, kwargs, of_view)
+            locked_out = partial(self._locked_out, error, args, kwargs, of_view)
+            if self._may_query(of_view):
+                answer = await sync_to_async(locked_out)()
+            else:
+                answer = locked_out()
+            return await answer if inspect.isawaitable(answer) else answer
         late = LateWork.of(of_view, self.name)
         async with lease:
             response = await self.function(*args, **kwargs)
@@ -283,23 +288,17 @@ class LeaseCalls(_Calls):
             raise_again(self.function, args, error)
         return views.locked_response(of_view, error)
 
-    async def _alocked_out(
-        self,
-        error: LockTimeout,
-        args: Args,
-        kwargs: Kwargs,
-        of_view: HttpRequest | None,
-    ) -> Any:
-        """Do the same for async code."""
-        on_locked, asked = self.lock.on_locked, (error, args, kwargs, of_view)
-        # A project's callable, and its 423.html, may query the database. All else
-        # doesn't wait for asgiref's thread, whose sync code may wait for this task.
-        is_answer = of_view is not None and on_locked is None
-        if is_answer or (callable(on_locked) and not self._asks_async):
-            answer = await sync_to_async(self._locked_out)(*asked)
-        else:
-            answer = self._locked_out(*asked)
-        return await answer if inspect.isawaitable(answer) else answer
+    def _may_query(self, of_view: HttpRequest | None) -> bool:
+        """Tell whether :meth:`_locked_out` may run a project's code that queries.
+
+        All else doesn't wait for asgiref's thread, whose sync code may wait for the
+        task that is locked out.
+        """
+        on_locked = self.lock.on_locked
+        if callable(on_locked):
+            return not self._asks_async
+        # A project's 423.html may query the database for the user.
+        return on_locked is None and of_view is not None
 
 
 class RowCalls(_Calls):
