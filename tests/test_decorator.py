@@ -1443,6 +1443,17 @@ def test_async_callable_of_an_async_function(key: str) -> None:
         assert async_to_sync(locked)() == "instead"
 
 
+def test_callable_of_an_async_function_that_queries(key: str) -> None:
+    """A plain one runs where it may query the database."""
+
+    def holder(error: LockTimeout) -> str:
+        return DistributedLock.objects.get(pk=error.key).owner
+
+    locked = distributed_lock(key, timeout=0, on_locked=holder)(akey_now)
+    with hold_elsewhere(key):
+        assert async_to_sync(locked)() == DistributedLock.objects.get(pk=key).owner
+
+
 def test_async_callable_of_a_sync_function(key: str) -> None:
     """Of a sync function it may not: its call would return a coroutine."""
 
