@@ -52,8 +52,10 @@ W017: A connection to SQLite keeps the file for itself, so that leases aren't re
     Take ``PRAGMA locking_mode=EXCLUSIVE`` out of its ``OPTIONS``.
 W018: MySQL or MariaDB counts the rows that an ``UPDATE`` changed, not those that it
     found. Add ``CLIENT.FOUND_ROWS`` to the ``client_flag`` in ``OPTIONS``.
+W019: ZooKeeper can't be asked: no server of it answers, it refuses this user, or has
+    no sessions of the length ``LEASE``.
 
-W001, W004 and W010 to W018 are left out where ``migrate`` and ``test`` check in
+W001, W004 and W010 to W019 are left out where ``migrate`` and ``test`` check in
 passing: the first makes the table, and neither is a deployment.
 """
 
@@ -73,7 +75,7 @@ from .conf import backends
 
 ASKED_FOR = {
     f"dblocks.{check}"
-    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 19)))
+    for check in ("W001", "W004", *(f"W0{number}" for number in range(10, 20)))
 }
 """Messages for those who ask for checks, not for commands that check in passing."""
 
@@ -163,7 +165,7 @@ def check_connections(
 def check_databases(
     databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[checks.CheckMessage]:
-    """E002, W001 to W003, W007 and W010 to W018: what the locks' server tells."""
+    """E002, W001 to W003, W007 and W010 to W019: what the locks' server tells."""
     messages: list[checks.CheckMessage] = []
     for backend in _made()[0]:
         # Several backends may be in one database.

@@ -274,6 +274,30 @@ def test_silent_server_among_others(configure: Configure, key: str) -> None:
         assert distributed_lock(key, backend=alias).acquire().release() is True
 
 
+def test_check(configure: Configure) -> None:
+    """W019 says that the servers can't be asked, and why; a good one has no message."""
+
+    def told(alias: str) -> list[Any]:
+        return list(engine(alias).check_server(["default"]))
+
+    assert not told("zookeeper")
+    port = free_port()
+    acl = [make_digest_acl("dblocks", "secret", all=True)]
+    options = {"auth_data": [("digest", "dblocks:secret")], "default_acl": acl}
+    prefix = f"checked-{time.monotonic_ns()}"
+    mine = configure("mine", KEY_PREFIX=prefix, OPTIONS=options)
+    assert distributed_lock("k", backend=mine).acquire().release()
+    assert not told(mine)
+    for alias, said in (
+        (configure("nowhere", LOCATION=f"{HOST}:{port}"), f"{HOST}:{port}"),
+        (configure("odd", LEASE=600), "LEASE is 600 s"),
+        (configure("theirs", KEY_PREFIX=prefix), "auth_data"),
+    ):
+        (message,) = told(alias)
+        assert message.id == "dblocks.W019"
+        assert said in message.msg
+
+
 def test_waiter_is_no_holder(lock: Locks, backend: str, key: str) -> None:
     """Who waits at a free key, and may give up, doesn't have it."""
     gate = backends[backend].gate(Request(key, "the waiter", 30.0))

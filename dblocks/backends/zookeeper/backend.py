@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from django.core.checks import CheckMessage
 from django.core.exceptions import ImproperlyConfigured
 from django.db import NotSupportedError
 from kazoo.exceptions import NoAuthError
@@ -16,6 +17,7 @@ from ... import clock
 from ...permits import SEPARATOR, apart, in_order
 from ..base import BaseBackend
 from ..gates import Gate
+from ..messages import warning
 from ..values import (
     Described,
     Entry,
@@ -111,6 +113,22 @@ class ZooKeeperBackend(BaseBackend):
                 f"lease={lease!r} can't be had from the backend {self.alias!r}: a "
                 f"lease is ZooKeeper's session timeout there, the same for all. Leave "
                 f"it out, or set DBLOCKS[{self.alias!r}]['LEASE'], now {self.lease:g}."
+            )
+
+    def check_server(self, databases: Sequence[str]) -> Iterable[CheckMessage]:
+        failures: tuple[type[Exception], ...] = (*ERRORS, ImproperlyConfigured)
+
+        def ask(session: Session, give_up: float) -> None:
+            session.children([self._address.root], give_up)
+
+        try:
+            patiently(self._address, 0.0, ask)
+        except failures as error:
+            yield warning(
+                "W019",
+                f"ZooKeeper at {self._address.hosts} can't be asked: {error}",
+                "See that the ensemble runs, and that LOCATION, LEASE and OPTIONS "
+                "are right.",
             )
 
     # Acquiring
