@@ -26,7 +26,7 @@ W004: The driver has no network timeout: on a connection that dies silently a lo
 W005: The router reads locks from one database and writes them to another, which the
     first one follows late. Name the primary in ``OPTIONS={"using": …}``.
 W006: uWSGI runs no threads, or doesn't tell Python that it has forked, so leases are
-    not renewed. Start it with ``--enable-threads`` and ``--py-call-osafterfork``.
+    not renewed. Start it with ``--enable-threads`` and ``--py-call-uwsgi-fork-hooks``.
 W007: The server or library is too old: dblocks needs MariaDB 10.6, MySQL 8.0.11 or
     SQLite 3.35.
 W008: The default lease is shorter than a second, and a busy machine misses its
@@ -140,6 +140,7 @@ def _uwsgi() -> Iterator[checks.CheckMessage]:
         )
     # Without a master the only worker is the process that has loaded the code.
     elif ("master" in options or getattr(uwsgi, "numproc", 2) > 1) and not options & {
+        "py-call-uwsgi-fork-hooks",
         "py-call-osafterfork",
         "lazy-apps",
         "lazy",
@@ -148,7 +149,7 @@ def _uwsgi() -> Iterator[checks.CheckMessage]:
             "W006",
             "uWSGI doesn't tell Python that it has forked: where its master has used "
             "a lock, its workers renew no leases.",
-            "Start uWSGI with --py-call-osafterfork, or with --lazy-apps.",
+            "Start uWSGI with --py-call-uwsgi-fork-hooks, or with --lazy-apps.",
         )
 
 

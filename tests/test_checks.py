@@ -502,6 +502,7 @@ def test_using_settles_it(settings: Any) -> None:
         ({"enable-threads": True}, 1, True),
         ({"enable-threads": True, "master": True}, 1, False),
         ({"enable-threads": True, "py-call-osafterfork": True}, 4, True),
+        ({"enable-threads": True, "py-call-uwsgi-fork-hooks": True}, 4, True),
         ({b"enable-threads": True, b"master": True, b"lazy-apps": True}, 4, True),
     ],
     ids=str,
