@@ -522,6 +522,30 @@ def test_no_thread_for_renewals(
     assert len(starts) > 1
 
 
+def test_no_daemon_threads(
+    acquire: Leases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where threads can't be daemons, leases aren't renewed; their end is noticed."""
+    make = threading.Thread.__init__
+
+    def refuse(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("daemon"):
+            raise RuntimeError("daemon threads are disabled in this (sub)interpreter")
+        make(thread, *args, **kwargs)
+
+    def at_work() -> bool:
+        return any(t.name == "dblocks-scheduler" for t in threading.enumerate())
+
+    eventually(lambda: not at_work(), what="the end of earlier threads")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "__init__", refuse)
+        lease = acquire(lease=scaled(0.5))
+        eventually(lambda: not lease.held, what="the end of the lease")
+        with pytest.raises(LeaseLost):
+            lease.check()
+    assert "no thread can be started" in caplog.text
+
+
 def test_renewal_ends_with_the_last_lease(
     acquire: Leases, live_threads: Callable[[], set[threading.Thread]]
 ) -> None:

@@ -87,9 +87,8 @@ def apart(function: Callable[[], object]) -> None:
 def start_pending() -> None:
     """Start the threads that couldn't be started before."""
     for _ in range(len(pending)):
-        thread = threading.Thread(target=_run_one, name=NEWS, daemon=True)
         try:
-            thread.start()
+            threading.Thread(target=_run_one, name=NEWS, daemon=True).start()
         except RuntimeError:
             return
 

@@ -67,13 +67,13 @@ class RenewalScheduler:
     def _start(self) -> None:
         # If two are started at the same time, or a start was interrupted, the one that
         # is named here goes on.
-        self._thread = threading.Thread(
-            target=self._run, name="dblocks-scheduler", daemon=True
-        )
         try:
+            self._thread = threading.Thread(
+                target=self._run, name="dblocks-scheduler", daemon=True
+            )
             self._thread.start()
         except RuntimeError:
-            # The interpreter is shutting down, or can't run threads.
+            # The interpreter is shutting down, or can't run (daemon) threads.
             logger.warning("leases are not renewed: no thread can be started")
 
     def _run(self) -> None:
