@@ -522,10 +522,14 @@ def test_no_thread_for_renewals(
     assert len(starts) > 1
 
 
+@pytest.mark.needs("has_own_leases")
 def test_no_daemon_threads(
-    acquire: Leases, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    acquire: Leases,
+    obtainable: Obtainable,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where threads can't be daemons, leases aren't renewed; their end is noticed."""
+    """Where threads can't be daemons, leases end by the clock, unrenewed."""
     make = threading.Thread.__init__
 
     def refuse(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
@@ -544,6 +548,11 @@ def test_no_daemon_threads(
         with pytest.raises(LeaseLost):
             lease.check()
     assert "no thread can be started" in caplog.text
+    # The next lease is watched again, and the news told.
+    eventually(obtainable, what="a free key")
+    lease = acquire(lease=scaled(1.5))
+    always(lambda: lease.held, during=scaled(2), what="held")
+    assert "lost key" in caplog.text
 
 
 def test_renewal_ends_with_the_last_lease(
