@@ -154,6 +154,9 @@ class FencedModel(models.Model):
             ValueError: The token is negative.
         """
         if fence is ...:
+            if self._state.adding:
+                # A copy of another row: what that has seen says nothing of this one.
+                self.fencing_token = 0
             self._save(*args, **kwargs)
             return
         token = token_of(fence)

@@ -229,6 +229,16 @@ def test_plain_save_of_a_changed_token(account: Account) -> None:
     assert mine(account).fencing_token == 5
 
 
+def test_plain_save_of_a_copy(account: Account) -> None:
+    """A copied row has seen no token: those of its own lock begin anew."""
+    account.save(fence=10**9)
+    account.pk = None
+    account._state.adding = True
+    account.save()
+    assert (account.fencing_token, mine(account).fencing_token) == (0, 0)
+    account.save(fence=1)
+
+
 @pytest.mark.parametrize("fence", [None, "seven", 1.5], ids=repr)
 def test_fence_of_the_wrong_type(account: Account, fence: object) -> None:
     """A fence is a lease or a token."""
