@@ -154,8 +154,8 @@ class FencedModel(models.Model):
             ValueError: The token is negative.
         """
         if fence is ...:
-            if self._state.adding:
-                # A copy of another row: what that has seen says nothing of this one.
+            if self._state.adding and self._state.db is not None:
+                # A copy of a row: the tokens of the copy's lock are others.
                 self.fencing_token = 0
             self._save(*args, **kwargs)
             return

@@ -237,6 +237,8 @@ def test_plain_save_of_a_copy(account: Account) -> None:
     account.save()
     assert (account.fencing_token, mine(account).fencing_token) == (0, 0)
     account.save(fence=1)
+    given = Account.objects.create(fencing_token=7)
+    assert mine(given).fencing_token == 7
 
 
 @pytest.mark.parametrize("fence", [None, "seven", 1.5], ids=repr)
