@@ -62,11 +62,12 @@ class Workers:
             RuntimeError: No thread can be started.
         """
         future: Future[T] = Future()
-        self.start(partial(_fulfil, future, function))
+        self.start(partial(fulfil, future, function))
         return future
 
 
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+def fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function for a future, which gets its result or its error."""
     try:
         future.set_result(function())
     except BaseException as error:

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from django.db import connections
 
+from ..workers import fulfil
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ class Caller:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Call a function."""
         future: Future[T] = Future()
-        _call(function, future)
+        fulfil(future, function)
         return future
 
     def end(self, patience: float) -> None:
@@ -51,7 +53,7 @@ class Worker(Caller):
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Have a function called."""
         future: Future[T] = Future()
-        self._calls.put(partial(_call, partial(_closing, function), future))
+        self._calls.put(partial(fulfil, future, partial(_closing, function)))
         return future
 
     def end(self, patience: float) -> None:
@@ -69,13 +71,6 @@ class Worker(Caller):
             call()
             del call
             self._wake()
-
-
-def _call(function: Callable[[], T], future: Future[T]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _closing(function: Callable[[], T]) -> T:
