@@ -754,7 +754,7 @@ def test_sqlite_has_one_isolation_and_no_sessions() -> None:
     with CaptureQueriesContext(connection) as queries:
         assert dialect.isolation(connection) is None
         assert dialect.session_isolation(connection) is None
-        assert not dialect.has_lost_conflict(OperationalError("database is locked"))
+        assert not dialect.is_collision(OperationalError("database is locked"))
         with dialect.bounded(connection, 1.0) as level:
             assert level is None
     assert not queries.captured_queries

@@ -154,7 +154,7 @@ class DatabaseGuards(BaseBackend):
         A node may learn of the next grant only when a transaction commits.
         """
         dialect = dialects.known(connections[self.using])
-        if not dialect.certifies or not dialect.has_lost_conflict(error):
+        if not dialect.certifies or not dialect.is_collision(error):
             return
         try:
             self._touch(grants)

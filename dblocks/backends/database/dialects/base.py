@@ -193,10 +193,6 @@ class Dialect:
         """Tell whether a statement took longer than it may, or was cancelled."""
         return False
 
-    def has_lost_conflict(self, error: BaseException) -> bool:
-        """Tell whether a transaction was ended in favour of another one."""
-        return False
-
     def is_busy(self, error: BaseException) -> bool:
         """Tell whether SQLite's one writer is, or was, somebody else."""
         return not self.has_row_locks and self.is_transient(error)

@@ -107,9 +107,6 @@ class MySQL(Dialect):
     def code(self, error: BaseException) -> object:
         return error.args[0] if error.args else None
 
-    def has_lost_conflict(self, error: BaseException) -> bool:
-        return self.code(error) == 1213
-
     def has_ended_transaction(
         self, connection: Connection, error: BaseException
     ) -> bool:
