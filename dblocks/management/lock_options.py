@@ -16,19 +16,19 @@ WATCH_EVERY = 2.0
 SHORTEST_WATCH = 0.1
 JSON = {
     **FLAG,
-    "help": "Write JSON, whose fields stay as they are. Default: a text for people.",
+    "help": "Write JSON with stable field names. Default: text for people.",
 }
 PERMIT: dict[str, Any] = {"type": int, "metavar": "N"}
 PATTERN: dict[str, Any] = {
     "dest": "pattern",
     "metavar": "PATTERN",
-    "help": "Only keys that match: * any characters, ? one, [seq] one of these; "
-    "quoted, so that the shell leaves it alone. Default: all.",
+    "help": "Only keys that match: * is any characters, ? is one, [seq] is one of "
+    "these. Quote it from the shell. Default: all.",
 }
 HOLDER: dict[str, Any] = {
     "metavar": "TEXT",
-    "help": "Only what is held by somebody whose description (host, process, thread) "
-    "has TEXT in it, as whole words in any case; * and ? as above. Default: anybody.",
+    "help": "Only locks whose holder (host, process, thread) contains TEXT, as whole "
+    "words in any case; * and ? as above. Default: anybody.",
 }
 
 
@@ -42,8 +42,8 @@ def add_list_arguments(verb: CommandParser) -> None:
         "--sort",
         choices=ORDERS,
         default="key",
-        help="age: the longest held first; remaining: the one that ends first; "
-        "free ones last. Default: key.",
+        help="age: longest held first; remaining: next to expire first; free locks "
+        "last. Default: key.",
     )
     verb.add_argument(
         "--limit", type=int, metavar="N", help="At most N locks. Default: all."
@@ -55,8 +55,8 @@ def add_list_arguments(verb: CommandParser) -> None:
         **DURATION,
         nargs="?",
         const=WATCH_EVERY,
-        help="Redraw the table at this interval, at least 0.1, until interrupted. "
-        "Default: draw it once; --watch alone: 2.",
+        help="Redraw the table at this interval, at least 0.1 s, until interrupted. "
+        "Default: print it once; --watch alone: 2.",
     )
 
 
@@ -74,7 +74,7 @@ def add_release_arguments(verb: CommandParser) -> None:
         "key",
         metavar="KEY",
         nargs="?",
-        help="The lock. Without it: all that are taken and match --key and --holder.",
+        help="The lock. Without it: all held locks that match --key and --holder.",
     )
     add("--key", **PATTERN)
     add("--holder", **HOLDER)
@@ -97,18 +97,19 @@ def add_release_arguments(verb: CommandParser) -> None:
     add(
         "--ask",
         **FLAG,
-        help="Ask the holder to finish, and take nothing away. Default: force it.",
+        help="Ask the holder to finish instead of forcing the release.",
     )
     add(
         "--reason",
         default="",
         metavar="TEXT",
-        help="Why, for the history, the log and the signal. Default: none.",
+        help="The reason, for the history, the log and the signal. Default: none.",
     )
     add(
         "--yes",
         **FLAG,
-        help="Don't ask for confirmation. Default: ask; without KEY, for the number.",
+        help="Don't ask for confirmation. Default: ask; without KEY, the number of "
+        "locks must be typed.",
     )
 
 
@@ -118,9 +119,9 @@ def add_prune_arguments(verb: CommandParser) -> None:
         "--older-than",
         **DURATION,
         required=True,
-        help="Only keys free or expired for longer, as in 30d. Required.",
+        help="Only keys that have been free or expired for longer, as in 30d. Required.",
     )
-    add("--dry-run", **FLAG, help="Count, but delete nothing. Default: delete.")
+    add("--dry-run", **FLAG, help="Only count what would be deleted.")
 
 
 def add_common_arguments(verb: CommandParser) -> None:
@@ -140,8 +141,7 @@ def add_common_arguments(verb: CommandParser) -> None:
         type=int,
         choices=[0, 1, 2, 3],
         default=unset,
-        help="0: only JSON, errors and the question before a release; 1: the default; "
-        "2 and 3: more.",
+        help="0: only JSON, errors and the confirmation; 1: the default; 2 and 3: more.",
     )
     for name in ("--settings", "--pythonpath"):
         verb.add_argument(name, default=unset, help=unset)

@@ -34,14 +34,13 @@ def add_lock_arguments(parser: CommandParser) -> None:
         "keys",
         nargs="+",
         metavar="KEY",
-        help="What is locked: up to 255 characters. Several are taken together, all or "
-        "none.",
+        help="The lock, up to 255 characters. Several are taken together, all or none.",
     )
     add(
         "--permits",
         type=int,
         metavar="N",
-        help="Let N have the lock at a time, 1 to 1000; for one KEY. Default: 1.",
+        help="Let N hold the lock at a time, 1 to 1000; with one KEY only. Default: 1.",
     )
     waiting = parser.add_mutually_exclusive_group()
     waiting.add_argument(
@@ -51,8 +50,8 @@ def add_lock_arguments(parser: CommandParser) -> None:
     add(
         "--lease",
         **DURATION,
-        help="How long the lock stays taken after this machine has died; it is renewed "
-        "while the command runs. Default: LEASE in the setting DBLOCKS, or 30.",
+        help="How long the lock outlives this machine if it dies; it is renewed while "
+        "the command runs. Default: LEASE in the setting DBLOCKS, or 30.",
     )
     add(
         "--hold-at-least",
@@ -63,7 +62,7 @@ def add_lock_arguments(parser: CommandParser) -> None:
     add(
         "--note",
         metavar="TEXT",
-        help="What others see next to the lock. Default: the program's name.",
+        help="A note that others see beside the lock. Default: the program's name.",
     )
     add("--backend", **BACKEND, default=DEFAULT_ALIAS)
 
@@ -80,38 +79,38 @@ def add_command_arguments(parser: CommandParser) -> None:
         "--conflict-exit-code",
         **STATUS,
         default=CONFLICT,
-        help="Exit status, 0 to 255, when the lock is taken. Default: 75.",
+        help="Exit status if the lock is taken, 0 to 255. Default: 75.",
     )
     add(
         "--lost-exit-code",
         **STATUS,
         default=LOST,
-        help="Exit status, 0 to 255, when the lease was lost. Default: 76.",
+        help="Exit status if the lease was lost, 0 to 255. Default: 76.",
     )
     add(
         "--kill-after",
         **DURATION,
-        help="Time between SIGTERM and SIGKILL for the command when the lease is lost; "
-        "at most a third of the lease. Default: 5, or less with a lease under 15.",
+        help="Time from SIGTERM to SIGKILL for the command if the lease is lost, at most "
+        "a third of the lease. Default: 5, or less with a lease under 15.",
     )
     add(
         "--ignore-requests",
         **FLAG,
-        help="Go on when somebody asks for the lock. Default: send the command a "
-        "SIGTERM, once, and wait for it.",
+        help="Carry on when somebody asks for the lock. Default: send the command one "
+        "SIGTERM and wait for it to end.",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--shell",
         **FLAG,
-        help="COMMAND is one line for /bin/sh, which may follow at once, without --. "
+        help="COMMAND is one line for /bin/sh; it may follow directly, without --. "
         "Default: a program and its arguments.",
     )
     form.add_argument(
         "--django",
         **FLAG,
         help='COMMAND is a management command of this project. Before "migrate", '
-        "dblocks' own tables are made if they are missing. Default: a program.",
+        "missing tables of dblocks are created. Default: a program.",
     )
 
 

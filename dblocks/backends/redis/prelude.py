@@ -1,25 +1,26 @@
-"""What all scripts begin with: how a lock is kept on a server, and who is next.
+"""The Lua that every script begins with: how a server keeps a lock, and who is next.
 
-A lock's keys share a hash tag, so that a cluster has them in one place:
+A lock's keys share a hash tag, so that a cluster keeps them on one node:
 
-* ``…:row``, or ``…:row:N`` for a permit, a hash: who has it, until when, its version,
-  an id, which marks a grant where the version doesn't, and the last acts that released
-  it;
-* ``…:queue``, a sorted set: the tickets of the waiters, by their arrival;
-* ``…:alive``, a hash: until when each waiter is thought to wait;
-* ``…:rung``, a sorted set: tickets that were told that the key is free, and until when
-  it is kept for them;
-* ``…:bell:TICKET``, a list: what a waiter, blocked on it, is told;
-* ``…:told:TICKET``, which exists until that waiter is due to look by itself;
-* ``…:done:ACT``, for half a minute: that this act counted holds down, or what it ended.
+* ``…:row``, or ``…:row:N`` for a permit, a hash: the holder, the expiry, the version,
+  an id that tells grants apart where the version doesn't, and the latest acts that
+  released it. An act is a command of a caller's, which may arrive more than once;
+* ``…:queue``, a sorted set: the waiters' tickets, in order of arrival;
+* ``…:alive``, a hash: until when each waiter is expected to wait;
+* ``…:rung``, a sorted set: the tickets that were told that the key is free, and until
+  when it is reserved for them;
+* ``…:bell:TICKET``, a list on which the waiter blocks: what it is told;
+* ``…:told:TICKET``, which exists until that waiter is due to look for itself;
+* ``…:done:ACT``, kept for half a minute: this act has counted a hold down, or what it
+  has ended.
 
-The first waiter may take a key that is free and not kept for another. As those before
-them may be dead, the second may after half a second, with each further quarter one
-more, from the fifth on all of them, and in the end callers that don't queue.
+The first waiter may take a key that is free and not reserved for another. Waiters may
+have died, so the second may take it after half a second, one more after each further
+quarter, all from the fifth on at once, and callers that don't queue come last.
 
-Moments are microseconds of the server's clock. A version is the moment of its grant,
-or one more than the last: a hybrid logical clock (Kulkarni et al., 2014), so that
-versions rise although rows are forgotten, even by a restart without persistence.
+Times are microseconds of the server's clock. A version is the time of its grant, or one
+more than the version before: a hybrid logical clock (Kulkarni et al., 2014). So
+versions rise even after a row is forgotten, or a server without persistence restarts.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ class Script(NamedTuple):
 
 
 _PRELUDE = """
--- Redis hands numbers on with 17 digits; these have 16.
+-- Redis passes numbers on with up to 17 digits; these have 16.
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local GRACE, FORGET, RETAIN, NEXT, APART = 250000, 3600000, 86400000, 3, 20000
 
 local function number(value) return tonumber(value) or 0 end
 
--- Not before the moment that its version stands for, or later ones would be smaller.
+-- A row outlives the time that its version stands for: else the next version could be
+-- smaller.
 local function keep(row, expires, version)
   redis.call('PEXPIREAT', row, math.ceil(math.max(expires, version) / 1000) + RETAIN)
 end
@@ -52,7 +54,7 @@ end
 local function grant(row, version, id)
   local owner, lease, max_hold, at_least, holder, note = unpack(ARGV, 1, 6)
   local expires = now + math.min(lease, max_hold)
-  -- Without hold_at_least nothing keeps a row back, not even a clock that is set back.
+  -- Without hold_at_least, a released key is free, even if the clock is set back.
   local min_until = tonumber(at_least) > 0 and now + at_least or 0
   redis.call('HSET', row, 'owner', owner, 'holder', holder, 'note', note, 'count', 1,
     'version', version, 'acquired', now, 'expires', expires, 'min_until', min_until,
@@ -68,7 +70,7 @@ local function describe(row)
     number(f[7]) - now, number(f[8]), number(f[6]), number(f[9]), f[10] or ''}
 end
 
--- Begins with the fields 'owner', 'version', 'id'. A mark is a version or an id.
+-- The fields begin with 'owner', 'version' and 'id'. A mark is a version or an id.
 local function is_grant(f, owner, mark)
   return f[1] == owner and (f[2] == mark or f[3] == mark)
 end
@@ -104,7 +106,7 @@ local function let_in(queue, alive, rung, ticket)
   redis.call('PEXPIRE', rung, 30000)
 end
 
--- In a queue that moves on, most of these were told a moment ago, and need not wake.
+-- While the queue moves, most of these were told a moment ago, and can sleep on.
 local function alert_some(queue, first, last, due)
   for number, ticket in ipairs(redis.call('ZRANGE', queue, first, last)) do
     local mine, mark = due + (number - 1) * APART, told(queue, ticket)
@@ -116,8 +118,8 @@ local function alert_some(queue, first, last, due)
   end
 end
 
--- The next are told when to look: those before them may be dead. So are the last, who
--- are the likeliest to be alive if all of these are dead.
+-- Tell the next waiters when to look, because those before them may have died. Tell the
+-- last ones, too: they are the likeliest to be alive if all of these have died.
 local function alert(queue, from)
   local due = from - now
   alert_some(queue, 0, NEXT - 1, due)
@@ -125,7 +127,7 @@ local function alert(queue, from)
   alert_some(queue, math.max(NEXT, size - NEXT), -1, due + (NEXT + 1) * GRACE)
 end
 
--- The first is told that the key is free, and has it kept for a while.
+-- Tell the first waiter that the key is free, and reserve it for a while.
 local function ring(queue, alive, rung)
   local ticket = first(queue, alive)
   if not ticket then return end
@@ -139,27 +141,27 @@ local function reserved(rung)
   return redis.call('ZCARD', rung)
 end
 
--- How many queue before it; one that doesn't queue comes last.
+-- Return how many queue before this one; a caller that doesn't queue comes last.
 local function place_of(queue, alive, ticket)
   first(queue, alive)
   return redis.call('ZRANK', queue, ticket) or redis.call('ZCARD', queue)
 end
 
--- For how long a key must have been free before the waiter in that place may take it.
--- The second needs two graces, because the first may be late when what was kept for one
--- that has died lapses, after one.
+-- Return how long a key must have been free before this place's waiter may take it. The
+-- second waits for two graces: after one, the reservation of a waiter that has died
+-- lapses, and the first may take the key late.
 local function wait_of(place)
   return math.min(place > 0 and place + 1 or 0, NEXT + 2) * GRACE
 end
 
--- All from the fifth on may take it at the same moment: they look one after the other.
+-- From the fifth on, all may take it at the same time, so they look one by one.
 local function later_by(place)
   return math.max(0, math.min(place, 50) - NEXT - 1) * APART
 end
 
 local function done(queue, act) return name_of(queue, 'done', act) end
 
--- What counts down must not do so again when it is sent again.
+-- An act that arrives again must not count down again.
 local function is_repeated(queue, act)
   return not redis.call('SET', done(queue, act), 1, 'NX', 'PX', 30000)
 end

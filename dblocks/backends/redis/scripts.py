@@ -1,4 +1,4 @@
-"""The Lua scripts that a server runs, each alone and whole."""
+"""The Lua scripts, each of which the server runs atomically."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ for i = 0, size - 1 do
     if explicit then
       redis.call('HINCRBY', row, 'count', 1)
     end
-    -- What one of several servers has may be no majority's. That is renewed afterwards.
+    -- With several servers, this one's grant may have no majority. What has one is
+    -- renewed afterwards.
     local extends = not explicit or id == ''
     if explicit or id <= (f[5] or '') then
       id = f[5] or ''
     else
-      -- Asked again: what undoes the earlier request must not undo this one.
+      -- Undoing the earlier request must not undo this one.
       redis.call('HSET', row, 'id', id)
     end
     if extends then
@@ -86,7 +87,7 @@ for i = 1, #KEYS, 3 do
   local f = redis.call('HMGET', KEYS[i + 2], 'owner', 'version', 'expires', 'id')
   local mine = ARGV[7] ~= '1' and f[1] == owner
   if number(f[3]) > now and not mine then return {} end
-  -- This is late: its sender has asked again.
+  -- This request is late: its sender has asked again.
   if mine and (f[4] or '') > ARGV[8] then return {} end
   if redis.call('EXISTS', KEYS[i], KEYS[i + 1]) > 0 then return {} end
   found[#found + 1] = number(f[3]) > now and number(f[2])
@@ -111,10 +112,10 @@ for i = 1, #KEYS / 4 do
   local f = redis.call('HMGET', row, 'owner', 'version', 'id', 'count', 'min_until',
     'acts')
   local current, acts = is_grant(f, owner, mark), f[6] or ''
-  -- When it is sent again, others may have had the key since.
+  -- If the act arrives again, others may have had the key meanwhile.
   answers[i] = (current or string.find(acts, act, 1, true)) and 1 or 0
   if current then
-    -- Not longer than 64 bytes, which Redis keeps in less space.
+    -- Redis keeps up to 64 bytes in a compact form.
     acts = string.sub(act .. acts, 1, 64)
     local count = left or number(f[4]) - (is_repeated(queue, act) and 0 or 1)
     if count > 0 then
@@ -205,7 +206,7 @@ if redis.call('ZSCORE', rung, ticket) then
   redis.call('ZREM', rung, ticket)
 end
 
--- First, because Redis refuses it if it has no memory left.
+-- This comes first, because Redis refuses it when it is out of memory.
 redis.call('ZADD', queue, 'NX', now, ticket)
 redis.call('HSET', alive, ticket, now + seconds)
 redis.call('DEL', told(queue, ticket))

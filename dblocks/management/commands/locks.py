@@ -89,9 +89,9 @@ examples:
 exit status:
   0 done; 1 there was nothing to do, it was not confirmed, or the grant was over; 64
   bad usage; 69 the database or backend is out of reach or busy, or a transaction
-  keeps the lock's row locked; 74 the output can't be written (what was to be done is
-  done); 78 the lock table is missing or out of date, or the backend's entry in DBLOCKS
-  is wrong; 130 it was interrupted; 141 the reader of the output has ended
+  keeps the lock's row locked; 74 the output can't be written (the work is done); 78
+  the lock table is missing or out of date, or the backend's entry in DBLOCKS is wrong;
+  130 it was interrupted; 141 the reader of the output has ended
 """
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -76,15 +76,15 @@ class RunParser(Parser):
 
 class Command(LockCommand):
     help = (
-        "Run a command while holding a lock. Of all machines that use the same "
-        "database, one at a time runs a command under the same KEY, or as many as "
-        "there are permits."
+        "Run a command while holding a lock. Of all machines that share the database, "
+        "only one at a time, or as many as there are permits, runs a command under "
+        "KEY."
     )
     parser_class = RunParser
     stealth_options = ("command",)
     examples = """\
-COMMAND follows "--" and is run as it stands, without a shell. A line for the shell may
-follow "--shell" itself.
+COMMAND follows "--" and is run as it is, without a shell. A shell line may follow
+"--shell" directly.
 
 examples:
   once on ten machines, from cron:
@@ -99,7 +99,7 @@ exit status:
   the command's own; 128+N if signal N ended it; 75 the lock is taken; 76 the lease was
   lost; 64 bad usage; 69 the database or backend is out of reach; 78 the lock table is
   missing or out of date, or the backend's entry in DBLOCKS is wrong; 126 COMMAND can't
-  be run, or there is no thread or process to be had; 127 COMMAND was not found
+  be run, or no thread or process could be started; 127 COMMAND was not found
 """
 
     def add_arguments(self, parser: CommandParser) -> None:
