@@ -43,7 +43,7 @@ MUTANTS = "tests/faults/test_mutants.py"
 TIME_LIMIT = 1500
 NO_TESTS_COLLECTED = 5
 SLOWEST = 25
-FEWEST_JOBS, MOST_JOBS = 2, 10
+FEWEST_JOBS, MOST_JOBS = 2, 14
 #: Seconds after which the processors show what a run does.
 SETTLING = 5
 #: Share of the processors' time that must be idle for another run.
@@ -61,6 +61,8 @@ class Run:
     folder: Path
     #: How many seconds it takes, more or less.
     expected: int
+    #: Whether it leaves processors idle most of the time.
+    waits: bool
     duration: float = field(init=False, default=0.0)
     #: Seconds of a processor that it and its children took.
     computed: float = field(init=False, default=0.0)
@@ -359,10 +361,12 @@ def main() -> int:
                 short = configuration.name in options.short
                 told = () if short else configuration.python
                 python = [sys.executable, *told, *measured]
-                run = Run(name, python, selection, environment, folder, expected)
+                waits = engine is not None
+                run = Run(name, python, selection, environment, folder, expected, waits)
                 runs.append(run)
-        # Last the short ones, lest one processor be idle while a long one ends.
-        runs.sort(key=lambda run: run.expected, reverse=True)
+        # First those beside which others keep the processors busy; last the short ones,
+        # lest one processor be idle while a long one ends.
+        runs.sort(key=lambda run: (run.waits, run.expected), reverse=True)
         failed = run_all(runs, jobs=options.jobs, arguments=arguments)
         if not arguments:
             show_durations(runs)
