@@ -119,7 +119,8 @@ def add_prune_arguments(verb: CommandParser) -> None:
         "--older-than",
         **DURATION,
         required=True,
-        help="Only keys that have been free or expired for longer, as in 30d. Required.",
+        help="Only keys that have been free or expired for longer, as in 30d. "
+        "Required.",
     )
     add("--dry-run", **FLAG, help="Only count what would be deleted.")
 
@@ -141,7 +142,8 @@ def add_common_arguments(verb: CommandParser) -> None:
         type=int,
         choices=[0, 1, 2, 3],
         default=unset,
-        help="0: only JSON, errors and the confirmation; 1: the default; 2 and 3: more.",
+        help="0: only JSON, errors and the confirmation; 1: the default; 2 and 3: "
+        "more.",
     )
     for name in ("--settings", "--pythonpath"):
         verb.add_argument(name, default=unset, help=unset)

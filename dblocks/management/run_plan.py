@@ -90,8 +90,8 @@ def add_command_arguments(parser: CommandParser) -> None:
     add(
         "--kill-after",
         **DURATION,
-        help="Time from SIGTERM to SIGKILL for the command if the lease is lost, at most "
-        "a third of the lease. Default: 5, or less with a lease under 15.",
+        help="Time from SIGTERM to SIGKILL for the command if the lease is lost, at "
+        "most a third of the lease. Default: 5, or less with a lease under 15.",
     )
     add(
         "--ignore-requests",
