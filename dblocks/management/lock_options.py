@@ -23,7 +23,7 @@ PATTERN: dict[str, Any] = {
     "dest": "pattern",
     "metavar": "PATTERN",
     "help": "Only keys that match: * is any characters, ? is one, [seq] is one of "
-    "these. Quote it from the shell. Default: all.",
+    "these. Quote it for the shell. Default: all.",
 }
 HOLDER: dict[str, Any] = {
     "metavar": "TEXT",
@@ -97,7 +97,7 @@ def add_release_arguments(verb: CommandParser) -> None:
     add(
         "--ask",
         **FLAG,
-        help="Ask the holder to finish instead of forcing the release.",
+        help="Ask the holder to finish. Default: force the release.",
     )
     add(
         "--reason",
@@ -122,7 +122,7 @@ def add_prune_arguments(verb: CommandParser) -> None:
         help="Only keys that have been free or expired for longer, as in 30d. "
         "Required.",
     )
-    add("--dry-run", **FLAG, help="Only count what would be deleted.")
+    add("--dry-run", **FLAG, help="Only count what would be deleted. Default: delete.")
 
 
 def add_common_arguments(verb: CommandParser) -> None:

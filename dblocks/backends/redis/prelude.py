@@ -11,7 +11,7 @@ A lock's keys share a hash tag, so that a cluster keeps them on one node:
   when it is reserved for them;
 * ``…:bell:TICKET``, a list on which the waiter blocks: what it is told;
 * ``…:told:TICKET``, which exists until that waiter is due to look for itself;
-* ``…:done:ACT``, kept for half a minute: this act has counted a hold down, or what it
+* ``…:done:ACT``, kept for half a minute: this act has counted holds down, or what it
   has ended.
 
 The first waiter may take a key that is free and not reserved for another. Waiters may
@@ -54,7 +54,7 @@ end
 local function grant(row, version, id)
   local owner, lease, max_hold, at_least, holder, note = unpack(ARGV, 1, 6)
   local expires = now + math.min(lease, max_hold)
-  -- Without hold_at_least, a released key is free, even if the clock is set back.
+  -- Without hold_at_least, a release frees the key even if the clock was set back.
   local min_until = tonumber(at_least) > 0 and now + at_least or 0
   redis.call('HSET', row, 'owner', owner, 'holder', holder, 'note', note, 'count', 1,
     'version', version, 'acquired', now, 'expires', expires, 'min_until', min_until,
