@@ -1412,8 +1412,8 @@ if len(sys.argv) > 1:
 call_command("migrate", verbosity=0)
 renewal.LINGER = 0.2 if {rests} else renewal.LINGER
 for generation in range({forks}):
-    with distributed_lock("key", lease=0.6):
-        time.sleep(0.4)  # It is renewed, on a connection of dblocks' own.
+    with distributed_lock("key", lease={lease}):
+        time.sleep({lease} * 2 / 3)  # It is renewed, on a connection of dblocks' own.
     time.sleep({rests})
     if os.fork():
         os._exit(0)
@@ -1447,7 +1447,7 @@ def test_child_of_a_process_that_has_ended(
     script = tmp_path / "daemon.py"
     file = str(tmp_path / "db.sqlite3")
     told = {"path": sys.path, "file": file, "closes": closes}
-    told |= {"rests": rests, "forks": forks}
+    told |= {"rests": rests, "forks": forks, "lease": scaled(1.0)}
     script.write_text(FORKS_AND_ENDS.format(**told))
     command = [sys.executable, "-W", "ignore", str(script)]
     # The pipe is at its end when the daemon is, too.

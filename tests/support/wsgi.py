@@ -9,9 +9,15 @@ import json
 import os
 from typing import Any
 
+from django.conf import settings
 from django.contrib.staticfiles.handlers import StaticFilesHandler
 from django.core.wsgi import get_wsgi_application
 from django.db import connections
+
+from tests.support.timing import scaled
+
+# Carts that wait for each other take longer on a slow machine.
+settings.DBLOCKS = {**settings.DBLOCKS, "default": {"TIMEOUT": scaled(3.0)}}
 
 django = StaticFilesHandler(get_wsgi_application())
 
