@@ -263,7 +263,7 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
     def stale(self, older_than: float | timedelta) -> LockQuerySet:
         """Return the locks whose key has been free, or overdue, for ``older_than``."""
         age = validation.age(older_than)
-        rows: LockQuerySet = self.filter(expires_at__lt=After(UtcNow(), Value(-age)))
+        rows: LockQuerySet = self.filter(expires_at__lte=After(UtcNow(), Value(-age)))
         return rows
 
     def prune(

@@ -401,6 +401,17 @@ def test_prune_takes_a_timedelta() -> None:
     assert not QuerySet(DistributedLock).exists()
 
 
+def test_prune_takes_what_has_just_become_free() -> None:
+    """A key is old enough for ``older_than=0`` in the instant in which it is free.
+
+    Some clocks have ticks of a millisecond, so both can be the same instant.
+    """
+    for _ in range(20):
+        row = owned()
+        assert locks.release("k", owner="me", version=row.version)
+        assert locks.prune(older_than=0) == 1
+
+
 def test_prune_goes_on_to_the_end() -> None:
     """A table of many batches is emptied by one call."""
     LockFactory.bulk(2500, free=True)
