@@ -274,7 +274,7 @@ MUTANTS = [
     Mutant(
         "pruning of what is held",
         "managers.py",
-        "self.filter(expires_at__lt=After(UtcNow(), Value(-age)))",
+        "self.filter(expires_at__lte=After(UtcNow(), Value(-age)))",
         "self.filter(expires_at__gt=After(UtcNow(), Value(-age)))",
         ("tests/test_manager.py::test_prune_deletes_what_is_long_over",),
         quick=SQLITE,
