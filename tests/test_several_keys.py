@@ -623,6 +623,41 @@ def test_explicit_owner(
             assert leases.owner == "me"
 
 
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize("owner", [None, "me"])
+def test_statements_of_a_known_set(
+    together: Together, key: str, owner: str | None
+) -> None:
+    """Two to take free keys that have rows, one to release them."""
+    lock = together(*(f"{key}:{number}" for number in range(10)), owner=owner)
+    lock.acquire().release()
+    with CaptureQueriesContext(connection) as taking:
+        leases = lock.acquire()
+    assert len(taking) <= 2, taking.captured_queries
+    with CaptureQueriesContext(connection) as releasing:
+        assert leases.release() is True
+    assert len(releasing) == 1, releasing.captured_queries
+
+
+@pytest.mark.needs("has_table")
+@pytest.mark.parametrize("had", [0, 1, 2])
+def test_explicit_owner_in_another_process(
+    together: Together, names: list[str], had: int
+) -> None:
+    """What it has there counts one more hold, what it gets here one."""
+    locks = DistributedLock.objects
+    together().acquire().release()
+    row = locks.acquire(names[had], owner="me", lease=30)
+    assert row is not None
+    with together(owner="me") as leases:
+        counts = dict(locks.values_list("key", "hold_count"))
+        assert counts == {name: 2 if name == names[had] else 1 for name in names}
+        assert leases[names[had]].fencing_token == row.version
+    assert locks.held().get().key == names[had]
+    assert locks.release(names[had], owner="me", version=row.version) is True
+    assert not locks.held().exists()
+
+
 @pytest.mark.needs("has_cooling")
 def test_entered_again_while_others_are_waited_for(
     together: Together, names: list[str], backend: str, free: Callable[..., bool]

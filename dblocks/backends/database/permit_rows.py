@@ -6,13 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from django.db import DatabaseError
 from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...permits import MAX_PERMITS, row_key, row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
 from . import dialects, table
-from .execution import execute, new_versions, write
+from .execution import execute, new_versions
 
 
 def take(connection: Connection, request: Request) -> Granted | Reading:
@@ -89,12 +88,7 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
         raise
     if owned(seen, request.owner) is None:
         return True
-    try:
-        write(connection, "undo_one", granted.grant, count=None)
-    except DatabaseError as error:
-        if dialects.known(connection).is_undone(error):
-            request.returns(granted.grant, 1)
-        raise
+    table.undo_hold(connection, request, granted.grant)
     return False
 
 

@@ -11,7 +11,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 from ..values import Grant, Granted, Request
 from . import dialects, statements, table
 from .connections import ReplyLost
-from .execution import changes, execute, fetch, new_versions
+from .execution import Values, execute, fetch, new_versions
 
 
 def take(
@@ -40,25 +40,32 @@ def _take(
     connection: Connection, request: Request, keys: Sequence[str]
 ) -> list[Granted] | None:
     dialect = dialects.of(connection)
-    if request.explicit and not dialect.returns_rows:
-        # A new grant couldn't be told from one that the owner had before.
-        return None
     sql, values = table.granting(connection, request, "grant_all", len(keys))
     values |= table.numbered(keys)
     values["database"] = dialect.database(connection)
     try:
         if dialect.returns_rows:
             granted = new_versions(connection, sql, values)
-        elif changes(connection, sql, values):
-            versions = statements.on(connection).versions(len(keys))
-            granted = dict(fetch(connection, versions, values))
         else:
-            return None
+            granted = _new_versions(connection, sql, values, len(keys))
     except DatabaseError as error:
         if not dialect.means_taken(error):
             raise
         return None
     return _complete(connection, request, keys, granted)
+
+
+def _new_versions(
+    connection: Connection, sql: str, values: Values, size: int
+) -> dict[str, int]:
+    """:func:`new_versions` without ``RETURNING``."""
+    changed, moment = execute(connection, sql, values)
+    if not changed:
+        return {}
+    # By the moment too: an explicit owner may have had some of the keys before.
+    versions = statements.on(connection).versions(size, at_once=True)
+    granted = dict(fetch(connection, versions, {**values, "moment": moment}))
+    return granted if len(granted) <= changed else {}
 
 
 def take_again(
@@ -81,8 +88,25 @@ def _complete(
     grants = [Grant(key, request.owner, granted[key]) for key in keys if key in granted]
     if len(grants) == len(keys):
         return [Granted(grant, request.max_hold) for grant in grants]
-    undo(connection, grants)
+    if request.explicit:
+        _undo_holds(connection, request, grants)
+    else:
+        undo(connection, grants)
     return None
+
+
+def _undo_holds(
+    connection: Connection, request: Request, grants: Sequence[Grant]
+) -> None:
+    """Give back a hold of each grant, which others that present the owner may share."""
+    left = list(grants)
+    try:
+        while left:
+            table.undo_hold(connection, request, left.pop())
+    except BaseException:
+        for grant in left:
+            request.returns(grant, 1)
+        raise
 
 
 def undo(connection: Connection, grants: Sequence[Grant]) -> None:

@@ -94,12 +94,12 @@ class Statements:
     def grant_all(self, size: int, queued: bool, cools: bool, ends: bool) -> str:
         """Grant ``size`` keys if all are free and unlocked.
 
-        Without ``RETURNING``, grant those that are; the count tells whether all are.
+        Without ``RETURNING``, grant those that are; the reply tells how many, and when.
         """
         d = self.dialect
         free = self._free(queued, d.gate_of_key)
         text = d.all_or_none(
-            self._granted("version + 1", cools, ends),
+            self._granted("version + 1", cools, ends, d.timed_hold),
             f"{d.key} IN ({_keys(size)}) AND {free}",
             size,
         )
@@ -115,11 +115,14 @@ class Statements:
         return d.update_any(change, free) + returned
 
     @lru_cache(maxsize=64)  # noqa: B019
-    def versions(self, size: int) -> str:
+    def versions(self, size: int, at_once: bool = False) -> str:
+        """Read what an owner has; ``at_once``: of what was granted at one moment."""
         d = self.dialect
+        granted = f" AND {d.microseconds('acquired_at')} = %(moment)s"
         return (
             f"SELECT {d.key}, version FROM {d.table} "
             f"WHERE {d.key} IN ({_keys(size)}) AND owner = %(owner)s"
+            f"{granted if at_once else ''}"
         )
 
     @lru_cache(maxsize=64)  # noqa: B019

@@ -119,6 +119,10 @@ class Dialect:
     #: One hold of a permit. Where rows can't be returned, it makes the reply carry the
     #: version of the permit's row as it was before, and the permit's number.
     first_hold = "1"
+    #: One hold of each of several keys. Where rows can't be returned, it makes the
+    #: reply carry the moment of the grant, as :attr:`microseconds` of it.
+    timed_hold = "1"
+    microseconds: Shape = "{}".format
     #: Of three conditions: the key is free; it has been free for long; and, needed only
     #: without the second, nobody has the session lock of that name, so nobody queues.
     yields: Shape = "{}".format

@@ -66,6 +66,8 @@ class MySQL(Dialect):
         f"LAST_INSERT_ID((version + 1) * {MAX_PERMITS} + SUBSTRING_INDEX("
         f"{table}.{key}, CHAR({ord(SEPARATOR)} USING utf8mb4), -1)) * 0 + 1"
     )
+    microseconds = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {})".format
+    timed_hold = f"LAST_INSERT_ID({microseconds(now)}) * 0 + 1"
     asked = 2**62
     tells_requests = (
         f"hold_count = hold_count + LAST_INSERT_ID(CASE WHEN release_requested_at "
