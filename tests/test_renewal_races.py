@@ -83,6 +83,13 @@ def test_renewal_that_hangs(
     always(lambda: short.held and long.held, during=scaled(3.0), what="held")
 
 
+def test_only_renewal_hangs(acquire: Leases, hanging: Hanging) -> None:
+    """A connection that hangs isn't waited for until the lease is lost."""
+    lease = acquire(lease=scaled(2.0))
+    assert hanging.reached.wait(DEADLINE)
+    always(lambda: lease.held, during=scaled(3.0), what="held")
+
+
 def test_waiter_of_a_closed_loop(
     lock: Locks, acquire: Leases, other: OtherThread
 ) -> None:

@@ -3,9 +3,10 @@
 The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
 code, so nothing can delay the news that a lease is over. For each backend that has
 something to renew, a renewal thread sends all renewals that are due together. If it
-hangs on a dead socket, it is abandoned and replaced once its leases are lost, or as
-soon as other leases are due that can't wait. Threads of both kinds linger when there is
-nothing left to do: starting a thread for each short lock would cost more than the lock.
+hangs on a dead socket, it is abandoned and replaced while its leases still have half
+of their time, or as soon as other leases are due that can't wait. Threads of both kinds
+linger when there is nothing left to do: starting a thread for each short lock would
+cost more than the lock.
 """
 
 from __future__ import annotations
@@ -208,9 +209,10 @@ class _Worker(threading.Thread):
 
     def take(self, batch: list[Hold]) -> None:
         """Renew a batch."""
+        self.used_at = now = clock.monotonic()
         for hold in batch:
-            hold.renew_at = math.inf
-        self.used_at = clock.monotonic()
+            # Without an answer until then, there is time for another connection.
+            hold.renew_at = (now + hold.deadline) / 2
         self.give_up_at = max(hold.deadline for hold in batch)
         self.batch = [weakref.ref(hold) for hold in batch]
         self._batches.put(True)
