@@ -206,6 +206,9 @@ def _refuse_nesting(using: str, keys: Sequence[str]) -> None:
     """Raise if the current owner has a lease on a key: it would wait for itself."""
     for key in keys:
         for lease in owners.current().leases(key):
+            # A permit is leased in a row of its own.
+            if lease._hold.grant.key != key:
+                continue
             if lease.held and lease._backend.is_in_database(using):
                 raise LockError(
                     f"The lock {key!r} is leased by the same owner: its row can't be "

@@ -68,6 +68,13 @@ def test_row_inside_a_lease(key: str, form: Any, owner: str | None) -> None:
         assert refusal(form, key, timeout=WAIT) == "LockError"
 
 
+@FORMS
+def test_row_beside_a_permit(key: str, form: Any) -> None:
+    """A permit of the key is another row, which isn't in the way."""
+    with distributed_lock(key, permits=3):
+        assert refusal(form, key, timeout=WAIT) == "none"
+
+
 @pytest.mark.usefixtures("two_writers")
 @pytest.mark.parametrize("owner", [None, "the job"])
 def test_row_after_a_lease_in_the_transaction(key: str, owner: str | None) -> None:
