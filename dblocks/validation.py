@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from asgiref.sync import iscoroutinefunction
+
 from .exceptions import InvalidKey
 from .permits import MAX_PERMITS, SEPARATOR, row_key
 
@@ -134,7 +136,7 @@ def _integer(name: str, value: object, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {value!r}")
     if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most:,}, not {value!r}")
+        raise ValueError(f"{name} must be from {least:,} to {most:,}, not {value!r}")
     return value
 
 
@@ -261,9 +263,14 @@ def on_locked(value: object) -> OnLocked:
 
 
 def callback(value: object) -> None:
-    """Refuse what can't be called later."""
+    """Refuse what can't be called later, from a thread that runs no event loop."""
     if not callable(value):
         raise TypeError(f"callback must be a callable, not {value!r}")
+    if iscoroutinefunction(value):
+        raise TypeError(
+            f"callback must be a plain function, not the async {value!r}, which a "
+            f"thread can't await: give one that calls loop.call_soon_threadsafe()"
+        )
 
 
 class RowWait(NamedTuple):

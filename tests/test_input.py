@@ -262,11 +262,16 @@ def test_lazy_object(committed: None, name: str) -> None:
 
 @pytest.mark.parametrize("keys", [["k"], ["k", "l"]])
 def test_callback(committed: None, keys: list[str]) -> None:
-    """What can't be called is refused when it is given, not when the lease is lost."""
+    """What no thread can call is refused when given, not when the lease is lost."""
+
+    async def stop(lease: Lease) -> None: ...
+
     with distributed_lock(*keys).acquire() as held:
         for register in (held.on_lost, held.on_release_requested):
             with refused(TypeError, "callback must be a callable", "'stop'"):
                 register("stop")  # type: ignore[arg-type]
+            with refused(TypeError, "callback must be a plain function", "stop at"):
+                register(stop)
 
 
 def test_options_are_named(committed: None) -> None:
