@@ -124,11 +124,14 @@ class LeaseLost(LockError):
         super().__init__(key)
 
     def __str__(self) -> str:
-        if self.reason == "released":
-            return f"The lease on {self.key!r} was released: it proves nothing now."
-        meaning = self._MEANINGS.get(self.reason, self.reason)
         token = self.fencing_token
         known_by = "" if token is None else f" (fencing token {token})"
+        if self.reason == "released":
+            return (
+                f"The lease on {self.key!r}{known_by} was released: it proves nothing "
+                f"now. Take the lock again."
+            )
+        meaning = self._MEANINGS.get(self.reason, self.reason)
         return (
             f"The lease on {self.key!r}{known_by} is lost: {meaning}. Stop the work "
             f"that it protected; what was not guarded may have been done twice."

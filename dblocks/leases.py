@@ -50,9 +50,11 @@ class Lease(LeaseBlock):
     def __del__(self, _warn: Any = warnings.warn) -> None:
         # The garbage collector may run this anywhere, so it must not note a loss.
         if hasattr(self, "_ref") and self._open and self._hold.lost_reason is None:
+            token = self.fencing_token
+            known_by = "" if token is None else f" (fencing token {token})"
             _warn(
-                f"The lease on {self.key!r} (fencing token {self.fencing_token}) was "
-                f"dropped without release(); it is not renewed any more.",
+                f"The lease on {self.key!r}{known_by} was dropped without release(); "
+                f"it is not renewed any more.",
                 ResourceWarning,
                 stacklevel=2,
             )

@@ -801,11 +801,16 @@ def test_ask_nobody(run: Run) -> None:
     """Nobody holds what only cools, or is overdue; --older-than is for force."""
     LockFactory(cooling=True, key="k")
     LockFactory(expired=True, key="over")
+    LockFactory(free=True, key="free")
     for key, state in [("k", "cooling"), ("over", "expired")]:
         status, out, err = run("release", key, "--ask")
         assert (status, out) == (1, "")
         assert f"the lock {key!r} is {state}: it has no holder who could" in err
         assert "nobody was asked" in err
+    for options in (["--ask"], []):
+        status, out, err = run("release", "free", *options)
+        assert (status, out) == (1, "")
+        assert "the lock 'free' is free: nobody holds it" in err
     status, out, err = run("release", "--key", "*", "--ask")
     assert (status, out) == (1, "")
     assert "no held lock matches: nobody was asked" in err

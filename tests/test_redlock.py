@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from django.db import DatabaseError
+from django.db import DatabaseError, NotSupportedError
 from redis.exceptions import RedisError
 
 from dblocks import Lease, LeaseLost, Lock, LockTimeout, distributed_lock, signals
@@ -153,6 +153,17 @@ def test_name_that_resolves_slowly(
         lease = distributed_lock(key, lease=30).acquire(timeout=0)
     with takes(at_most=2 + SLACK):
         assert lease.release() is True
+
+
+def test_messages_do_not_speak_of_tokens(servers: list[Redis], key: str) -> None:
+    """There are none, so no message advises to use one, or shows one."""
+    with (
+        distributed_lock(key) as lease,
+        pytest.raises(NotSupportedError, match=r"Use lease\.check\(\)\.$"),
+    ):
+        lease.guard()
+    with pytest.warns(ResourceWarning, match=f"on '{key}' was dropped"):
+        distributed_lock(key).acquire()
 
 
 @pytest.mark.usefixtures("impatient")

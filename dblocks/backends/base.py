@@ -221,9 +221,10 @@ class BaseBackend(ABC):
         Raises:
             LeaseLost: One of them is no longer current.
         """
+        or_token = " or the fencing token" if self.has_fencing_tokens else ""
         raise NotSupportedError(
             f"The backend {self.alias!r} has no guard: its locks and the guarded data "
-            f"can't be in one transaction. Use lease.check() or the fencing token."
+            f"can't be in one transaction. Use lease.check(){or_token}."
         )
 
     def guard_commits(self, grants: Sequence[Grant], aliases: Sequence[str]) -> None:

@@ -334,7 +334,7 @@ exit status:
         taken = [lock for lock in self._find(key, permit) if lock.state != FREE]
         if not taken:
             what = named(key, permit)
-            self.fail(f"{what} is free: there is nothing to release")
+            self.fail(f"{what} is free: nobody holds it")
         if len(taken) > 1 and taken[0].permit is not None:
             names = [
                 f"{each.permit} ({visible(each.holder) or each.state})"
