@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -143,6 +144,13 @@ def test_guard_on_the_locks_database(apart: Callable[..., Lock]) -> None:
     """using= names the locks' own database, where the guard works."""
     with apart() as lease, transaction.atomic(using="locks"):
         lease.guard(using="locks")
+
+
+def test_guard_without_a_transaction(apart: Callable[..., Lock]) -> None:
+    """The error names the database whose transaction it needs."""
+    advice = re.escape("inside transaction.atomic(using='locks')")
+    with apart() as lease, pytest.raises(TransactionManagementError, match=advice):
+        lease.guard()
 
 
 @pytest.mark.usefixtures("readers_beside_a_writer")

@@ -47,7 +47,8 @@ class DatabaseGuards(BaseBackend):
                 )
             raise TransactionManagementError(
                 f"guard() needs an open transaction on the database {self.using!r}: "
-                f"call it inside transaction.atomic(), or use atomic=True."
+                f"call it inside transaction.atomic(using={self.using!r}), or use "
+                f"atomic=True."
             )
         self._verify(connection, grants)
 
