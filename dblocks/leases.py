@@ -153,7 +153,7 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
 
     Has the verbs of a :class:`Lease`, which act on all of them. Fencing tokens belong
     to the single leases. If one lease is lost, the others stay held until they are
-    released. ::
+    released. Unlike a ``dict``, it equals only itself. ::
 
         with distributed_lock("account:1", "account:2") as leases:
             leases["account:1"].fencing_token
