@@ -10,7 +10,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper as Connection
 
 from ...permits import MAX_PERMITS, row_key, row_keys
 from ..values import Grant, Granted, Reading, Request, first_free
-from . import dialects, table
+from . import dialects, several_rows, table
 from .execution import execute, new_versions
 
 
@@ -88,7 +88,7 @@ def is_only(connection: Connection, request: Request, granted: Granted) -> bool:
         raise
     if owned(seen, request.owner) is None:
         return True
-    table.undo_hold(connection, request, granted.grant)
+    several_rows.undo_holds(connection, request, [granted.grant])
     return False
 
 

@@ -47,7 +47,7 @@ def _take(
         if dialect.returns_rows:
             granted = new_versions(connection, sql, values)
         else:
-            granted = _new_versions(connection, sql, values, len(keys))
+            granted = _new_versions(connection, sql, values, len(keys), request)
     except DatabaseError as error:
         if not dialect.means_taken(error):
             raise
@@ -56,16 +56,20 @@ def _take(
 
 
 def _new_versions(
-    connection: Connection, sql: str, values: Values, size: int
+    connection: Connection, sql: str, values: Values, size: int, request: Request
 ) -> dict[str, int]:
     """:func:`new_versions` without ``RETURNING``."""
     changed, moment = execute(connection, sql, values)
     if not changed:
         return {}
-    # By the moment too: an explicit owner may have had some of the keys before.
-    versions = statements.on(connection).versions(size, at_once=True)
+    # An explicit owner may have had some of the keys before; any other has what the
+    # statement granted, also if it was repeated.
+    versions = statements.on(connection).versions(size, at_once=request.explicit)
     granted = dict(fetch(connection, versions, {**values, "moment": moment}))
-    return granted if len(granted) <= changed else {}
+    # Unless somebody who presents the owner got one in the same microsecond. Then whose
+    # is which isn't known, and the holds count until the lease lapses.
+    is_known = not request.explicit or len(granted) <= changed
+    return granted if is_known else {}
 
 
 def take_again(
@@ -88,35 +92,37 @@ def _complete(
     grants = [Grant(key, request.owner, granted[key]) for key in keys if key in granted]
     if len(grants) == len(keys):
         return [Granted(grant, request.max_hold) for grant in grants]
-    if request.explicit:
-        _undo_holds(connection, request, grants)
-    else:
-        undo(connection, grants)
+    undo_holds(connection, request, grants)
     return None
 
 
-def _undo_holds(
+def undo_holds(
     connection: Connection, request: Request, grants: Sequence[Grant]
 ) -> None:
-    """Give back a hold of each grant, which others that present the owner may share."""
-    left = list(grants)
+    """Release the hold of each grant that a request has got, and that nobody uses.
+
+    Others may present the same explicit owner and share the grant. If it asks again
+    after a failure, the holds are subtracted.
+    """
     try:
-        while left:
-            table.undo_hold(connection, request, left.pop())
-    except BaseException:
-        for grant in left:
-            request.returns(grant, 1)
+        undo(connection, grants, count=None)
+    except DatabaseError as error:
+        if dialects.known(connection).is_undone(error):
+            for grant in grants:
+                request.returns(grant, 1)
         raise
 
 
-def undo(connection: Connection, grants: Sequence[Grant]) -> None:
-    """End grants that nobody uses; none of them cools.
+def undo(
+    connection: Connection, grants: Sequence[Grant], count: int | None = 0
+) -> None:
+    """End grants that nobody uses, or with ``None`` release one hold; none cools.
 
     Later grants of the same owner stay, because a repeated undo may come late.
     """
     if grants:
         sql = statements.on(connection).undo(len(grants))
-        execute(connection, sql, table.all_slots(grants))
+        execute(connection, sql, {"count": count, **table.all_slots(grants)})
 
 
 def release(

@@ -116,7 +116,7 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def versions(self, size: int, at_once: bool = False) -> str:
-        """Read what an owner has; ``at_once``: of what was granted at one moment."""
+        """Read what an owner has; ``at_once``: only what was granted at one moment."""
         d = self.dialect
         granted = f" AND {d.microseconds('acquired_at')} = %(moment)s"
         return (
@@ -127,12 +127,10 @@ class Statements:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def undo(self, size: int) -> str:
-        """End ``size`` grants that nobody uses; none cools."""
+        """Release one hold of ``size`` grants, or all but ``count``; none cools."""
         d = self.dialect
-        return (
-            f"UPDATE {d.by_key} SET expires_at = {d.now}, owner = '', hold_count = 0, "
-            f"release_requested_at = NULL WHERE {self._all_current(size)}"
-        )
+        change = self._counted_to(f"ELSE {d.now}")
+        return f"UPDATE {d.by_key} SET {change} WHERE {self._all_current(size)}"
 
     @cache  # noqa: B019
     def create(self, cools: bool, ends: bool) -> str:
@@ -223,12 +221,6 @@ class Statements:
     def release(self) -> str:
         """Release one hold, or all but ``count``; the last one ends the grant."""
         return f"UPDATE {self.dialect.table} SET {self._counted} WHERE {self.current}"
-
-    @cached_property
-    def undo_one(self) -> str:
-        """Release one hold, or all but ``count``; after the last one nothing cools."""
-        table, change = self.dialect.table, self._counted_to(f"ELSE {self.dialect.now}")
-        return f"UPDATE {table} SET {change} WHERE {self.current}"
 
     @cached_property
     def _counted(self) -> str:

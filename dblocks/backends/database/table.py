@@ -239,19 +239,6 @@ def release_again(
     return freed or clock.monotonic() < deadline
 
 
-def undo_hold(connection: Connection, request: Request, grant: Grant) -> None:
-    """Release a hold that nobody uses, of a request's explicit owner; nothing cools.
-
-    If the owner asks again after a failure, the hold is subtracted.
-    """
-    try:
-        write(connection, "undo_one", grant, count=None)
-    except DatabaseError as error:
-        if dialects.known(connection).is_undone(error):
-            request.returns(grant, 1)
-        raise
-
-
 def force_release(connection: Connection, grant: Grant) -> bool:
     """End a grant without its holder's consent; tell whether it was current.
 
