@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 
 from dblocks import Lease, Lock, clock
 from dblocks.backends.values import Renewal
@@ -88,6 +88,30 @@ def test_only_renewal_hangs(acquire: Leases, hanging: Hanging) -> None:
     lease = acquire(lease=scaled(2.0))
     assert hanging.reached.wait(DEADLINE)
     always(lambda: lease.held, during=scaled(3.0), what="held")
+
+
+def test_renewal_that_hangs_and_fails(
+    acquire: Leases, hanging: Hanging, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once another has taken its place, its failure makes nothing due."""
+    engine: Any = backends[backend]
+    renew, replaced = engine.renew, threading.Event()
+    sent: list[object] = []
+
+    def fail_if_late(renewals: Any) -> Any:
+        sent.append(renewals)
+        is_first = len(sent) == 1
+        outcome = renew(renewals)
+        if is_first:
+            raise OperationalError("The answer came too late.")
+        replaced.set()
+        return outcome
+
+    monkeypatch.setattr(engine, "renew", fail_if_late)
+    lease = acquire(lease=scaled(4.0))
+    assert replaced.wait(DEADLINE)
+    hanging.over.set()
+    always(lambda: lease.held and len(sent) == 2, during=scaled(0.6), what="quiet")
 
 
 def test_waiter_of_a_closed_loop(

@@ -3,10 +3,10 @@
 The scheduler, one thread for all holds of the process, does no I/O and runs no foreign
 code, so nothing can delay the news that a lease is over. For each backend that has
 something to renew, a renewal thread sends all renewals that are due together. If it
-hangs on a dead socket, it is abandoned and replaced while its leases still have half
-of their time, or as soon as other leases are due that can't wait. Threads of both kinds
-linger when there is nothing left to do: starting a thread for each short lock would
-cost more than the lock.
+hangs on a dead socket, it is abandoned and replaced once half of the time that its
+leases had left is over, or as soon as other leases are due that can't wait. Threads of
+both kinds linger when there is nothing left to do: starting a thread for each short
+lock would cost more than the lock.
 """
 
 from __future__ import annotations
@@ -202,17 +202,19 @@ class _Worker(threading.Thread):
         self.batch: list[weakref.ref[Hold]] = []
         self.used_at = clock.monotonic()
         self.give_up_at = 0.0
+        self._is_replaced = False
 
     def end(self) -> None:
-        """End, after the present batch."""
+        """End, after the present batch; another may be renewing its holds."""
+        self._is_replaced = True
         self._batches.put(False)
 
     def take(self, batch: list[Hold]) -> None:
         """Renew a batch."""
-        self.used_at = now = clock.monotonic()
+        self.used_at = clock.monotonic()
         for hold in batch:
             # Without an answer until then, there is time for another connection.
-            hold.renew_at = (now + hold.deadline) / 2
+            hold.renew_at = _halfway(hold)
         self.give_up_at = max(hold.deadline for hold in batch)
         self.batch = [weakref.ref(hold) for hold in batch]
         self._batches.put(True)
@@ -258,7 +260,13 @@ class _Worker(threading.Thread):
             _tell_failure(self._backend, len(held), error)
         for ref, _ in held:
             hold = ref()
-            if hold is not None and not hold.note_answer(outcome, sent):
+            if hold is None:
+                continue
+            if hold.note_answer(outcome, sent):
+                if self._is_replaced:
+                    # A late answer must not make the renewal due that replaced it.
+                    hold.renew_at = max(hold.renew_at, _halfway(hold))
+            elif not self._is_replaced:
                 # Not if a transaction has the row locked: then the engine has answered.
                 hold.failing = failed or hold.grant in outcome.out_of_reach
                 hold.renew_at = clock.monotonic() + _soon(hold)
@@ -281,6 +289,11 @@ def _longest(renewals: Iterable[Renewal]) -> list[Renewal]:
 def _tell_failure(backend: BaseBackend, leases: int, error: object) -> None:
     text = "renewal failed backend=%s leases=%d error=%s"
     news.apart(partial(logger.warning, text, backend.alias, leases, error))
+
+
+def _halfway(hold: Hold) -> float:
+    """Return the moment when half of the time that a hold has left will be over."""
+    return (clock.monotonic() + hold.deadline) / 2
 
 
 def _soon(hold: Hold) -> float:
