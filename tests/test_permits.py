@@ -25,6 +25,7 @@ from dblocks import (
     distributed_lock,
     permits,
     signals,
+    transaction_lock,
 )
 from dblocks.backends import gates
 from dblocks.backends.base import BaseBackend
@@ -280,6 +281,18 @@ def test_pinned_permits_are_passed_over(
     assert lease.permit in in_turn[number:]
     assert statements <= 12
     assert other.do(lease.release) is True
+
+
+@pytest.mark.needs("has_table")
+def test_pinned_permits_beside_a_row_of_the_key(
+    two_writers: None, export: Export, key: str, other: OtherThread
+) -> None:
+    """They are taken: the transaction that has the key's own row isn't in the way."""
+    make_free(key, 0, 1)
+    with other.in_transaction(lambda: pinned(key, 0, 1)), transaction_lock(key):
+        assert export(2).try_acquire() is None
+    with export(2).acquire(timeout=0):
+        pass
 
 
 @pytest.mark.needs("has_table")

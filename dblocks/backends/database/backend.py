@@ -122,7 +122,8 @@ class DatabaseBackend(DatabaseGuards, DatabaseChecks):
         if isinstance(answer, Granted):
             request.binding = _binding(own)
         elif answer.remaining <= 0:
-            transactions.refuse_own_row_lock(own.alias, request.key)
+            for key in keys:
+                transactions.refuse_own_row_lock(own.alias, key)
         return answer
 
     def _take(self, connection: Connection, request: Request) -> Granted | Reading:
