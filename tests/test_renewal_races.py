@@ -109,9 +109,11 @@ def test_renewal_that_hangs_and_fails(
 
     monkeypatch.setattr(engine, "renew", fail_if_late)
     lease = acquire(lease=scaled(4.0))
+    # Half the time until the next one is due.
+    quiet = lease.remaining() / 6
     assert replaced.wait(DEADLINE)
     hanging.over.set()
-    always(lambda: lease.held and len(sent) == 2, during=scaled(0.6), what="quiet")
+    always(lambda: lease.held and len(sent) == 2, during=quiet, what="quiet")
 
 
 def test_waiter_of_a_closed_loop(
