@@ -373,11 +373,12 @@ def test_release_beside_a_row_that_is_locked(
 
 
 @pytest.mark.needs("has_table")
+@pytest.mark.parametrize("owner", [None, "me"])
 @pytest.mark.parametrize("size", [2, 10, 100, 300])
-def test_statements(together: Together, key: str, size: int) -> None:
+def test_statements(together: Together, key: str, size: int, owner: str | None) -> None:
     """Free keys cost what one costs, however many they are."""
     names = [f"{key}:{number}" for number in range(size)]
-    lock = together(*names)
+    lock = together(*names, owner=owner)
     lock.acquire().release()
     for _ in range(2):
         with CaptureQueriesContext(connection) as taking:
@@ -621,22 +622,6 @@ def test_explicit_owner(
     for _ in range(2):
         with together(owner="me") as leases:
             assert leases.owner == "me"
-
-
-@pytest.mark.needs("has_table")
-@pytest.mark.parametrize("owner", [None, "me"])
-def test_statements_of_a_known_set(
-    together: Together, key: str, owner: str | None
-) -> None:
-    """Two to take free keys that have rows, one to release them."""
-    lock = together(*(f"{key}:{number}" for number in range(10)), owner=owner)
-    lock.acquire().release()
-    with CaptureQueriesContext(connection) as taking:
-        leases = lock.acquire()
-    assert len(taking) <= 2, taking.captured_queries
-    with CaptureQueriesContext(connection) as releasing:
-        assert leases.release() is True
-    assert len(releasing) == 1, releasing.captured_queries
 
 
 @pytest.mark.needs("has_table")
