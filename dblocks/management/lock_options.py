@@ -119,8 +119,8 @@ def add_prune_arguments(verb: CommandParser) -> None:
         "--older-than",
         **DURATION,
         required=True,
-        help="Only keys that have been free or expired for longer, as in 30d. "
-        "Required.",
+        help="Only keys that have been free or expired for at least this long, as in "
+        "30d. Required.",
     )
     add("--dry-run", **FLAG, help="Only count what would be deleted. Default: delete.")
 
