@@ -262,11 +262,17 @@ def on_locked(value: object) -> OnLocked:
     raise kind(f"on_locked must be None, 'raise', 'skip' or a callable, not {value!r}")
 
 
+def is_async(function: Any) -> bool:
+    """Tell whether a call returns a coroutine."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return iscoroutinefunction(function) or iscoroutinefunction(call)
+
+
 def callback(value: object) -> None:
     """Refuse what can't be called later, from a thread that runs no event loop."""
     if not callable(value):
         raise TypeError(f"callback must be a callable, not {value!r}")
-    if iscoroutinefunction(value):
+    if is_async(value):
         raise TypeError(
             f"callback must be a plain function, not the async {value!r}, which a "
             f"thread can't await: give one that calls loop.call_soon_threadsafe()"

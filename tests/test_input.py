@@ -266,12 +266,17 @@ def test_callback(committed: None, keys: list[str]) -> None:
 
     async def stop(lease: Lease) -> None: ...
 
+    class Stopper:
+        async def __call__(self, lease: Lease) -> None: ...
+
     with distributed_lock(*keys).acquire() as held:
         for register in (held.on_lost, held.on_release_requested):
             with refused(TypeError, "callback must be a callable", "'stop'"):
                 register("stop")  # type: ignore[arg-type]
             with refused(TypeError, "callback must be a plain function", "stop at"):
                 register(stop)
+            with refused(TypeError, "callback must be a plain function", "Stopper"):
+                register(Stopper())
 
 
 def test_options_are_named(committed: None) -> None:

@@ -9,8 +9,6 @@ from functools import partial
 from types import FrameType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from asgiref.sync import iscoroutinefunction
-
 from ..conf import backends
 
 T = TypeVar("T")
@@ -51,7 +49,7 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
         )
     if any(
         inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one)
-        for one in (function, _call_method(function))
+        for one in (function, getattr(function, "__call__", None))  # noqa: B004
     ):
         raise TypeError(
             f"@{decorator} can't decorate the generator function {name}: its body "
@@ -67,19 +65,9 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
     backends.check(backend)
 
 
-def is_async(function: Any) -> bool:
-    """Tell whether a call returns a coroutine."""
-    return iscoroutinefunction(function) or iscoroutinefunction(_call_method(function))
-
-
 def name_of(function: Any) -> str:
     """Return a function's name, for messages."""
     return getattr(function, "__qualname__", None) or repr(function)
-
-
-def _call_method(function: Any) -> Any:
-    """Return the function that a call of an object runs, if it is Python code."""
-    return getattr(function, "__call__", None)  # noqa: B004
 
 
 def refuse_bare(decorator: str, key: object, caller: FrameType) -> None:

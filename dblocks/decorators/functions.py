@@ -16,11 +16,11 @@ from django.http import HttpRequest
 from django.views import View
 
 from ..exceptions import LockTimeout
-from ..validation import UNSET
+from ..validation import UNSET, is_async
 from . import views
 from .commands import raise_again
 from .debugging import LateWork, queries_seen, warn_of_queries
-from .decoratable import bound_to, check_decoratable, is_async, name_of
+from .decoratable import bound_to, check_decoratable, name_of
 from .requests import OwnTransactions, RequestTransactions
 from .templates import Args, CallText, CallTexts, Kwargs, function_note
 
