@@ -78,8 +78,8 @@ class LockTimeout(LockError):
         """Say who has the lock, as far as that is known, and when it can be free."""
         if not self.holder and not self.retry_after:
             return (
-                "others queue for it, or a transaction has its row, or the whole "
-                "database, locked"
+                "others queue for it or, in a database, a transaction has its row or "
+                "the whole database locked"
             )
         who, left = visible(self.holder) or "somebody", f"{self.retry_after:.1f} s"
         note = f" ({visible(self.note)})" if self.note else ""

@@ -1800,8 +1800,8 @@ def test_user_whose_name_is_no_text(run: Run, monkeypatch: pytest.MonkeyPatch) -
     [
         (
             Reading(),
-            "others queue for it, or a transaction has its row, or the whole "
-            "database, locked",
+            "others queue for it or, in a database, a transaction has its row or the "
+            "whole database locked",
         ),
         (
             Reading(remaining=2, holder="web-1"),
