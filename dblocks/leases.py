@@ -153,7 +153,7 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
 
     Has the verbs of a :class:`Lease`, which act on all of them. Fencing tokens belong
     to the single leases. If one lease is lost, the others stay held until they are
-    released. Unlike a ``dict``, it equals only itself. ::
+    released. ::
 
         with distributed_lock("account:1", "account:2") as leases:
             leases["account:1"].fencing_token
@@ -191,10 +191,8 @@ class Leases(LeaseBlock, Mapping[str, Lease]):
     def __len__(self) -> int:
         return len(self._leases)
 
+    # Mapping has no hash. Two of these never have the same leases: they aren't equal.
     __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Call a function once, with the lease, for each lease that is found lost.

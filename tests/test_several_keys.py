@@ -89,7 +89,8 @@ def test_in_one_order(together: Together, names: list[str]) -> None:
             assert current_lease(names[0]) is leases[names[0]]
             assert len({lease.owner for lease in leases.values()}) == 1
             assert repr(leases) == f"<Leases {', '.join(map(repr, leases))} held>"
-            assert leases not in ({}, dict(leases))
+            assert leases == dict(leases) != {}
+            assert leases in {leases}
         assert not leases.held
         assert leases.lost_reason is None
         assert repr(leases).endswith(" released>")
