@@ -13,7 +13,7 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-from django.db import connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router
 
 _FIELD = re.compile(r"(?<!\{)\{([^\W\d]\w*)[.\[!:}]")
 """The beginning of a named field in a ``str.format`` template."""
@@ -50,13 +50,10 @@ def warn_of_template(key: str) -> None:
 
 
 @contextmanager
-def replicas_watched(alias: str) -> Iterator[None]:
+def replicas_watched() -> Iterator[None]:
     """In debug mode, warn of what a guarded block reads from a replica.
 
     A replica is a database that the routers read models from and write none to.
-
-    Args:
-        alias: The database of the guarded transaction.
     """
     if not settings.DEBUG or not router.routers:
         yield
@@ -68,14 +65,15 @@ def replicas_watched(alias: str) -> Iterator[None]:
         return execute(sql, params, many, context)
 
     with ExitStack() as noting:
-        for replica in _replicas() - {alias}:
+        for replica in _replicas() - {DEFAULT_DB_ALIAS}:
             noting.enter_context(connections[replica].execute_wrapper(note))
         yield
     if seen:
         warn(
             f"A block under atomic=True has read from the replica {seen[0]!r}, which "
             f"may lag behind what the last holder committed; the guard doesn't see "
-            f"that. Read what the lock protects from {alias!r}: .using({alias!r})."
+            f"that. Read what the lock protects from {DEFAULT_DB_ALIAS!r}: "
+            f".using({DEFAULT_DB_ALIAS!r})."
         )
 
 

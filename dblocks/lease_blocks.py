@@ -402,7 +402,7 @@ class LeaseBlock(ABC):
 
     @contextmanager
     def _committing(self) -> Generator[None]:
-        with replicas_watched(DEFAULT_DB_ALIAS):
+        with replicas_watched():
             with transaction.atomic():
                 yield
                 guarded = not connections[DEFAULT_DB_ALIAS].needs_rollback
