@@ -32,7 +32,7 @@ from dblocks import (
     transaction_lock,
 )
 from dblocks.conf import backends
-from dblocks.holding.sets import undo_together
+from dblocks.holding.sets import give_back
 from dblocks.models import DistributedLock
 from dblocks.test import hold_elsewhere, move_clock
 from dblocks.waiting.queue import queues
@@ -307,7 +307,7 @@ def test_overdue_part_of_a_set(
     holds = [lease._hold for lease in leases.values()]
     holds[0].deadline = clock.monotonic() - overdue
     holds[0].limit = clock.monotonic() + limit
-    undo_together(holds)
+    assert give_back(holds)
     first, *others = sorted(names)
     assert free(*others)
     assert free(first) is freed

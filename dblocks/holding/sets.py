@@ -47,35 +47,29 @@ def release_together(holds: list[Hold], committed: bool) -> list[bool]:
     return [released.get(hold, bool(it)) for hold, it in zip(holds, told, strict=True)]
 
 
-def undo_together(holds: list[Hold]) -> None:
-    """Release acquisitions that nobody receives, such as part of a refused set.
+def give_back(holds: list[Hold]) -> bool:
+    """Undo acquisitions that nobody receives; ``False`` if they are left to lapse.
 
-    A grant doesn't cool if nobody can have had it. Raises what :meth:`Hold.release`
-    raises.
+    A grant doesn't cool if nobody can have had it.
     """
     for hold in holds:
         if hold.counted == 1:
             # An interrupt below may keep the claims, and with them renewals, alive.
             hold.promised.clear()
-    with _without_frames(), ExitStack() as work:
-        unused = []
-        for hold in holds:
-            work.enter_context(hold.mutex)
-            # Other processes may be using the grant of an explicit owner.
-            had = hold.entered_again or hold.explicit
-            if not had and (hold.is_live() or _keeps_its_row(hold)):
-                hold._give_back(committed=False)
-                unused.append(hold)
-            else:
-                work.callback(hold.release)
-        if unused:
-            work.callback(lambda: _undo(unused))
-
-
-def give_back(holds: list[Hold]) -> bool:
-    """Undo acquisitions that nobody receives; ``False`` if they are left to lapse."""
     try:
-        undo_together(holds)
+        with _without_frames(), ExitStack() as work:
+            unused = []
+            for hold in holds:
+                work.enter_context(hold.mutex)
+                # Other processes may be using the grant of an explicit owner.
+                had = hold.entered_again or hold.explicit
+                if not had and (hold.is_live() or _keeps_its_row(hold)):
+                    hold._give_back(committed=False)
+                    unused.append(hold)
+                else:
+                    work.callback(hold.release)
+            if unused:
+                work.callback(lambda: _undo(unused))
     except Exception as error:
         log_lapse(holds, error)
         return False
