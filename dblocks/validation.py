@@ -63,10 +63,8 @@ def key(value: object, longest: int = MAX_KEY) -> str:
     return name
 
 
-def keys(values: object) -> tuple[str, ...]:
+def keys(values: Iterable[object]) -> tuple[str, ...]:
     """Return the names of locks that are taken together."""
-    if not isinstance(values, Iterable):
-        raise InvalidKey(f"key must be a str or an iterable of them, not {values!r}")
     return _counted(tuple(map(key, values)))
 
 
