@@ -545,6 +545,19 @@ def test_value_that_cant_be_formatted(
         lock(lambda value: key_now())(value)
 
 
+def test_value_that_refuses_to_be_a_key() -> None:
+    """What a value says of itself as a key reaches the caller as it is."""
+    refusal = InvalidKey("not this one")
+
+    class Anonymous:
+        def __format__(self, spec: str) -> str:
+            raise refusal
+
+    with pytest.raises(InvalidKey) as caught:
+        distributed_lock("user:{user}")(lambda user: key_now())(Anonymous())
+    assert caught.value is refusal
+
+
 def test_lazy_translation() -> None:
     """A translation is refused: who has another language would have another key."""
     locked = distributed_lock("{text}")(lambda text: key_now())
