@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from django.core.management import call_command
@@ -21,10 +21,16 @@ from tests.support.timing import SLACK, excused, starved
 pytestmark = [pytest.mark.django_db, pytest.mark.database_backend]
 
 
-def in_a_thread(function: Callable[[], Any]) -> Future[tuple[Any, float]]:
-    """Call it in a thread that nobody waits for: the result, and how long it took.
+class Call(NamedTuple):
+    """A call in a thread: the result, and how long it took."""
 
-    The time without a processor doesn't count.
+    thread: threading.Thread
+    future: Future[tuple[Any, float]]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Call:
+    """Begin a call in a thread. The time without a processor doesn't count.
+
     What hangs on the test's transaction ends with that.
     """
     future: Future[tuple[Any, float]] = Future()
@@ -42,16 +48,21 @@ def in_a_thread(function: Callable[[], Any]) -> Future[tuple[Any, float]]:
         finally:
             connections.close_all()
 
-    threading.Thread(target=call, daemon=True).start()
-    return future
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return Call(thread, future)
 
 
-def outcome(future: Future[tuple[Any, float]], within: float) -> Any:
+def outcome(call: Call, within: float) -> Any:
     """Return the result, which must have come in time."""
     try:
-        result, seconds = future.result(timeout=within + SLACK)
+        result, seconds = call.future.result(timeout=within + SLACK)
     except NotInTime:
         pytest.fail(f"no answer within {within:g} s")
+    # It is still closing its connection, and a later test's forked child would keep
+    # for ever what the thread has of SQLite's mutexes at that moment.
+    call.thread.join(SLACK)
+    assert not call.thread.is_alive()
     assert seconds <= within
     return result
 
