@@ -282,17 +282,19 @@ class LockQuerySet(models.QuerySet["DistributedLock"]):
         the end of that transaction.
 
         Args:
+            batch_size: From 1 to 10,000.
             progress: Called after each batch with the number of rows deleted so far.
 
         Returns:
             How many rows were deleted.
         """
+        size = validation.batch_size(batch_size)
         self._for_write = True
         stale = self.stale(older_than)
         keys = stale.order_by("key").values_list("key", flat=True)
         connection = connections[self.db]
         deleted, after = 0, ""
-        while batch := list(keys.filter(key__gt=after)[:batch_size]):
+        while batch := list(keys.filter(key__gt=after)[:size]):
             after = batch[-1]
             started = clock.monotonic()
             deleted += deletion.prune(self.db, stale, batch)

@@ -27,6 +27,8 @@ MAX_OWNER = 64
 MAX_NOTE = 255
 MIN_LEASE = 0.1
 MAX_LEASE = 366 * 86400.0
+MAX_BATCH = 10_000
+"""Every database takes a statement with that many keys."""
 MAX_AGE = 366_000 * 86400.0
 """Every database can express a moment that long ago: MySQL's years begin at 1000."""
 
@@ -217,6 +219,11 @@ def age(value: object, name: str = "older_than") -> float:
     if seconds > MAX_AGE:
         raise ValueError(f"{name} must be from 0 s to 366000 days, not {value!r}")
     return seconds
+
+
+def batch_size(value: object) -> int:
+    """Return how many rows are deleted together."""
+    return _integer("batch_size", value, 1, MAX_BATCH)
 
 
 def bounded(name: str, value: object, least: float = 0.0) -> float:

@@ -419,6 +419,21 @@ def test_prune_goes_on_to_the_end() -> None:
     assert not QuerySet(DistributedLock).exists()
 
 
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [
+        *((size, ValueError) for size in (0, -1, 10_001)),
+        *((size, TypeError) for size in ("x", None, True, 1.5)),
+    ],
+)
+def test_size_of_batches(size: Any, error: type[Exception]) -> None:
+    """A size that deletes nothing, or too much at a time, is refused."""
+    LockFactory.bulk(2, free=True)
+    with pytest.raises(error, match=f"batch_size must be .*, not {size!r}"):
+        locks.prune(older_than=60, batch_size=size)
+    assert locks.prune(older_than=60, batch_size=1) == 2
+
+
 @pytest.mark.parametrize("state", ["free", "expired"])
 def test_token_never_goes_back(state: str) -> None:
     """A key that was pruned and made again continues above every token it ever had."""
