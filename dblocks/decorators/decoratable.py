@@ -49,7 +49,7 @@ def check_decoratable(function: Any, decorator: str, backend: str) -> None:
         )
     if any(
         inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one)
-        for one in (function, getattr(function, "__call__", None))  # noqa: B004
+        for one in (function, function.__call__)
     ):
         raise TypeError(
             f"@{decorator} can't decorate the generator function {name}: its body "
